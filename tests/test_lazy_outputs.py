@@ -153,10 +153,10 @@ WHOLE = {
 CONSTANT = pytest.mark.filterwarnings("ignore::streambp_compile.NotStreamed")
 
 
-def outcome(model, logits_of, then):
+def outcome(model, logits_of, then, ids=IDS):
     """Value and gradients of something made of logits."""
     model.zero_grad()
-    value = then(logits_of(IDS))
+    value = then(logits_of(ids))
     value.backward(torch.ones_like(value) / 7)
     return value.detach().clone(), {n: p.grad.clone() for n, p in model.named_parameters()}
 
@@ -580,3 +580,68 @@ def test_accumulators_of_the_caller_are_written(grad):
         torch.compile(running_sums, backend="streambp")(logits, *ours)
         running_sums(logits, *truth)
     torch.testing.assert_close(ours, truth)
+
+
+# Logits that a model hands over in pieces, as litgpt and torchtune do
+
+
+class Pieces(nn.Module):
+    """Hidden states of one layer, and a head that is applied to some rows at a time."""
+
+    def __init__(self, cut, vocabulary: int = VOCABULARY):
+        super().__init__()
+        self.body, self.cut = Plain(vocabulary, width=16, heads=2, layers=1), cut
+
+    def forward(self, ids):
+        hidden = self.body.norm(self.body.layers[0](self.body.embed(ids)))
+        return [self.body.head(rows) for rows in self.cut(hidden)]
+
+
+def entropies(pieces, targets, **kwargs):
+    targets = targets.split([p.shape[1] for p in pieces], 1)
+    return [F.cross_entropy(p.flatten(0, 1), t.flatten(), **kwargs) for p, t in zip(pieces, targets)]
+
+
+IN_PIECES = {
+    "joined logits": lambda p, t: F.cross_entropy(torch.cat(p, 1).flatten(0, 1), t.flatten()),
+    "joined losses": lambda p, t: torch.cat(entropies(p, t, reduction="none")).sum() / t.numel(),
+    "mean of joined losses": lambda p, t: torch.cat(entropies(p, t, reduction="none")).mean(),
+    "added": lambda p, t: sum(entropies(p, t, reduction="sum")) / t.numel(),
+}
+CUTS = {"split": lambda hidden: hidden.split(16, 1), "chunk": lambda hidden: hidden.chunk(4, 1)}
+
+
+@pytest.mark.parametrize(
+    "of",
+    representatives(
+        [(cut, name) for cut in CUTS for name in IN_PIECES],
+        {("split", "joined losses"), ("chunk", "joined logits")},
+    ),
+    ids=" ".join,
+)
+def test_logits_in_pieces_stream_at_any_length(fresh_dynamo, of):
+    """A region that does not stream warns, and a warning is an error here."""
+    torch.manual_seed(0)
+    cut, name = of
+    model, loss = Pieces(CUTS[cut]).double(), IN_PIECES[name]
+    step = torch.compile(model, backend="streambp", options={"chunk_size": 5})
+    for length in (41, 57):
+        ids = ids_of(3, length)
+        ours, truth = (outcome(model, f, lambda p, t=ids: loss(p, t), ids) for f in (step, model))
+        torch.testing.assert_close(ours[0], truth[0], rtol=EXACT, atol=1e-12)
+        assert worst_error(ours[1], truth[1]) < EXACT
+        peaks = [peak(lambda f=f, i=ids: loss(f(i), i).backward()) for f in (step, model)]
+        assert peaks[0] < 0.6 * peaks[1]
+
+
+def test_one_of_several_pieces_is_read_whole(fresh_dynamo):
+    torch.manual_seed(0)
+    model = Pieces(CUTS["split"]).double()
+    pieces, truth = torch.compile(model, backend="streambp")(IDS), model(IDS)
+    assert all(isinstance(p, LazyOutput) for p in pieces)
+    assert [p.shape for p in pieces] == [p.shape for p in truth]
+    torch.testing.assert_close(pieces[1].square().sum(), truth[1].square().sum(), rtol=EXACT, atol=1e-12)
+    torch.testing.assert_close(torch.cat(pieces[1:], 1), torch.cat(truth[1:], 1), rtol=EXACT, atol=1e-12)
+    joined = torch.cat(pieces, 1)
+    joined.mul_(2)  # a copy, as in eager code
+    torch.testing.assert_close(pieces[0] + 0, truth[0], rtol=EXACT, atol=1e-12)

@@ -86,6 +86,12 @@ def flat(head, h, y):
     return sum(entropy(head, a, b, reduction="sum") for a, b in pieces) / y.numel()
 
 
+def joined(head, h, y):
+    """Losses of all rows, text by text in each piece, added up together."""
+    pieces = zip(h.split(16, 1), y.split(16, 1))
+    return torch.cat([entropy(head, a, b, reduction="none") for a, b in pieces]).sum() / y.numel()
+
+
 def log_probabilities(head, h, y):
     def piece(a, b):
         return head(a).log_softmax(-1).gather(-1, b.clamp(0)[..., None]).squeeze(-1)
@@ -123,7 +129,8 @@ def two_heads(head, h, y):
     return -F.logsigmoid(chosen - rejected).mean()
 
 
-ROLLED = (chunked, under_checkpointing, sliced, means, flat, log_probabilities, distilled, squared, two_heads)
+ROLLED = (chunked, under_checkpointing, sliced, means, flat, joined, log_probabilities, distilled, squared)
+ROLLED += (two_heads,)
 
 
 def step(model: nn.Module):
@@ -142,7 +149,7 @@ def what_is_merged(monkeypatch) -> list[dict]:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "loss", representatives(ROLLED, {chunked, under_checkpointing, means, log_probabilities, two_heads})
+    "loss", representatives(ROLLED, {chunked, under_checkpointing, means, joined, log_probabilities, two_heads})
 )
 def test_pieces_stream_as_one(loss, interpreted, monkeypatch):
     """All of it: a region that is compiled whole warns, and a warning is an error here."""
@@ -166,7 +173,7 @@ def by_sixteen(head, h, y):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("loss", representatives((chunked, means, log_probabilities, by_sixteen), {chunked}))
+@pytest.mark.parametrize("loss", representatives((chunked, means, joined, log_probabilities, by_sixteen), {chunked, joined}))
 def test_lengths_share_a_graph(loss, interpreted):
     """Four chunks of any length are one graph; pieces of sixteen rows are as many as there are."""
     model = Model(loss).double()

@@ -9,7 +9,7 @@ them. The compiled graph then does not depend on the number of pieces.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ import torch
 from ..passes.ir import arguments
 from ..passes.pieces import Correspondence
 from ..passes.rules.forward import Part, cuts_into_pieces, is_along_last, is_pointwise, part_of, slice_of
-from .expressions import Expression, Given, Op, mapped, operation, ordered, recorded
+from .expressions import Expression, Given, Op, Source, mapped, operation, ordered, recorded
 
 
 class NotPieces(Exception):
@@ -31,6 +31,35 @@ def is_piece(op: Expression) -> bool:
     if part is None or isinstance(op, Op) and op.target is operator.getitem:
         return part is not None  # even if it is the only one
     return part.lost and part.base.fake.shape[0] > 1
+
+
+def reads_all_pieces(result: Expression) -> bool:
+    """Does an expression read pieces of logits along their tokens, and all of them?"""
+    found: dict[tuple[Expression, int], set[tuple[int, int]]] = {}
+    for node in ordered([result]):
+        rows = rows_along(node)
+        if rows is not None:
+            base, dim, start, stop = rows
+            found.setdefault((base, dim), set()).add((start, stop))
+    return bool(found) and all(covers(rows, base.fake.shape[dim]) for (base, dim), rows in found.items())
+
+
+def rows_along(part: Expression) -> tuple[Expression, int, int, int] | None:
+    """Match rows of logits along a dimension behind the first: (logits, dimension, start, stop)."""
+    if not isinstance(part, Op) or not part.args or not isinstance(part.args[0], Source):
+        return None
+    base = part.args[0]
+    found = slice_of(part, base.fake.dim())
+    if found is None or found.lost or found.dim == 0:
+        return None
+    start, stop, _ = slice(found.start, found.stop).indices(base.fake.shape[found.dim])
+    return base, found.dim, start, stop
+
+
+def covers(rows: Iterable[tuple[int, int]], count: int) -> bool:
+    """Are intervals of rows, in order, all rows, and each row once?"""
+    in_order = sorted(rows)
+    return [0, *(stop for _, stop in in_order)] == [*(start for start, _ in in_order), count]
 
 
 @dataclass(frozen=True)
@@ -72,12 +101,17 @@ def span(part: Expression) -> Span | None:
 
 
 def joined(op: Op) -> Expression | None:
-    """Merge a ``stack`` or ``cat`` of pieces along the first dimension to one expression over the whole. None
-    if it is no such call."""
+    """Merge a ``stack`` or ``cat`` of pieces along the first dimension to one expression over the whole, and
+    a ``cat`` of all rows of logits to the logits. None if it is no such call."""
     kind, given = part_of(op), arguments(op)
+    parts = op.args[0]
+    rows = [rows_along(part) for part in parts]
+    if kind is Part.JOIN and None not in rows and len({(base, dim) for base, dim, *_ in rows}) == 1:
+        base, dim, *_ = rows[0]
+        if given["dim"] % base.fake.dim() == dim and [r[2] for r in rows] == sorted(r[2] for r in rows):
+            return base if covers([r[2:] for r in rows], base.fake.shape[dim]) else None
     if kind not in (Part.STACK, Part.JOIN) or given["dim"] != 0:
         return None
-    parts = op.args[0]
     try:
         found = Whole(parts)
         whole, lost = found.result(), found.lost
@@ -199,13 +233,7 @@ def cut_values(spans: Mapping[Expression, Span], count: int) -> tuple[list[Expre
         found.setdefault((part.base, part.lost), set()).add((part.start, part.stop))
     complete = []
     for (base, lost), rows in found.items():
-        ordered_rows = sorted(rows)
-        ends = [0, *(stop for _, stop in ordered_rows)]
-        if (
-            len(rows) == count
-            and [s for s, _ in ordered_rows] == ends[:-1]
-            and ends[-1] == base.fake.shape[0]
-        ):
+        if len(rows) == count and covers(rows, base.fake.shape[0]):
             complete.append((base, lost))
     if not complete or len({base for base, _ in complete}) < len(complete):
         raise NotPieces

@@ -39,7 +39,7 @@ from .expressions import (
     whole,
 )
 from .fingerprints import TensorContents
-from .loops import is_piece, joined
+from .loops import is_piece, joined, reads_all_pieces
 
 DESCRIPTIONS = {
     torch.Tensor.shape.__get__,
@@ -290,10 +290,19 @@ def lazy_output(
     return LazyOutput(Source(fake, region, inputs, compute, Modes.now(like.device), contents))
 
 
+def rows_of(logits: torch.Tensor, dim: int, start: int, stop: int) -> torch.Tensor:
+    """Take rows of logits that were handed over in pieces. Operations on lazy ones wait for the others."""
+    if not isinstance(logits, LazyOutput):
+        return logits.narrow(dim, start, stop - start)
+    rows = recorded(torch.narrow, (logits.expression, dim, start, stop - start), {}, logits.device)
+    return LazyOutput(rows, True, logits.family)
+
+
 def value_of(expression: Expression, piece: bool) -> torch.Tensor:
     if expression.cached is None:
         small = NARROW * expression.fake.numel() <= widest(expression)
-        expression.cached = (streamed if small and not piece else whole)([expression])[0]
+        waits = piece and not reads_all_pieces(expression)
+        expression.cached = (streamed if small and not waits else whole)([expression])[0]
     return expression.cached
 
 
@@ -333,10 +342,11 @@ def record(function: Callable, args: tuple, kwargs: dict) -> object:
     if same is not None:
         return same
     piece = any(d.piece for d in given) and not is_joining(result) or is_piece(results[0])
-    view = shares_memory(results[0], given[0])
+    view = whole is None and shares_memory(results[0], given[0])  # a joined value is a copy
     width = max(map(widest, results))
     small = all(NARROW * r.fake.numel() <= width for r in results)
-    if small and not piece and not view:
+    waits = is_joining(result) and whole is None and reads_all_pieces(results[0])  # for a sum of them, mostly
+    if small and not piece and not view and not waits:
         values = streamed(results)
     else:
         keep(foreign, width)

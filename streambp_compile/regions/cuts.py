@@ -5,13 +5,14 @@ Outputs that merely widen a small value (logits beside a loss) leave the last re
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
 from torch.fx import Graph, Node
 
 from .. import internals
+from ..dynamo.loops.tiles import cut_among
 from ..dynamo.reading.modes import is_switch
 from ..dynamo.reading.processes import spans_processes
 from ..dynamo.reading.token_axes import Axis
@@ -43,20 +44,29 @@ def with_sizes(region: Region, graph: Graph) -> Region:
     size, is added."""
     read = list(map(fake_of, region.nodes))
     inputs = [n for n in region.inputs if n.op != "get_attr"]
-    missing = unbound(map(fake_of, inputs), read)
+    missing = unbound(handed(inputs), read)
     if not missing:
         return region
     more = [n for n in graph.find_nodes(op="placeholder") if n not in inputs and not wants_gradient(n)]
     for node in sorted(more, key=lambda n: isinstance(fake_of(n), torch.Tensor)):
-        left = unbound(map(fake_of, (*inputs, node)), read)
+        left = unbound(handed((*inputs, node)), read)
         if len(left) < len(missing):
             inputs.append(node)
             missing = left
     return replace(region, inputs=tuple(dict.fromkeys((*region.inputs, *inputs))))
 
 
+def handed(inputs: Iterable[Node]) -> Iterator[object]:
+    """Yield what inputs tell a region of sizes. Computed tensors are handed over dense, whatever strides they
+    have in the graph."""
+    for node in inputs:
+        fake = fake_of(node)
+        computed = node.op != "placeholder" and isinstance(fake, torch.Tensor)
+        yield from fake.shape if computed else (fake,)
+
+
 def traits_of(graph: Graph, axis: Axis | None) -> dict[Node, Traits]:
-    found = {}
+    found, pieces = {}, cut_among(graph.output_node().all_input_nodes)
     for node in graph.nodes:
         fake = fake_of(node)
         tensor = isinstance(fake, torch.Tensor)
@@ -74,7 +84,7 @@ def traits_of(graph: Graph, axis: Axis | None) -> dict[Node, Traits]:
             node in axis.attending,
             node in axis.recomputable,
             storage_of(node),
-            node in axis.moving,
+            node in axis.moving and node not in pieces,
             node in axis.received,
         )
     return found
@@ -95,28 +105,26 @@ def lazy_regions(
     regions: Sequence[Region], axis: Axis, factor: int
 ) -> tuple[list[Region], dict[Node, Region]]:
     """Move outputs that merely widen a small value (logits) from the last region to regions of their own.
-    They are at least ``factor`` times as wide as the region's widest input.
+    They are at least ``factor`` times as wide as the region's widest input. Outputs that are the rows of such
+    a value, piece by piece, have the region of that value.
 
     Logits beside a loss are moved whatever computes them. Logits alone are moved if a head computes
     them, but not if attention would run a second time. Values that several processes compute together
     stay: whether they are computed must not depend on what one process reads.
     """
     last = regions[-1]
-    expanding = [
-        n
-        for n in last.outputs
-        if n in axis.marks and bytes_of(own_of(n)) >= factor * widest_input(last, axis)
-    ]
+    whole = {n: n for n in last.outputs} | {n: t.base for n, t in cut_among(last.outputs).items()}
+    limit = factor * widest_input(last, axis)
+    expanding = {n: w for n, w in whole.items() if w in axis.marks and bytes_of(own_of(w)) >= limit}
+    alone = {w: narrowed(last, (w,)) for w in expanding.values()}
     # writes into buffers must run once, and now
-    alone = [(n, narrowed(last, (n,))) for n in expanding]
-    lazy = [n for n, part in alone if not written_storages(part) and not spans_processes(part.nodes)]
+    unfit = [w for w, part in alone.items() if written_storages(part) or spans_processes(part.nodes)]
+    lazy = {n: alone[w] for n, w in expanding.items() if w not in unfit}
     nothing_else = len(lazy) == len(last.outputs)
-    if not lazy or nothing_else and any(n in axis.mixing for n in narrowed(last, tuple(lazy)).nodes):
+    if not lazy or nothing_else and any(n in axis.mixing for part in lazy.values() for n in part.nodes):
         return list(regions), {}
     kept = tuple(n for n in last.outputs if n not in lazy)
-    return [*regions[:-1], narrowed(last, kept, written_storages(last))], {
-        n: narrowed(last, (n,)) for n in lazy
-    }
+    return [*regions[:-1], narrowed(last, kept, written_storages(last))], lazy
 
 
 def wide_between(regions: Sequence[Region], axis: Axis) -> list[Node]:

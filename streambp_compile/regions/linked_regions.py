@@ -16,12 +16,13 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from .. import internals
+from ..dynamo.loops.tiles import Taken
 from ..dynamo.reading.token_axes import Axis
 from ..dynamo.reading.values import fake_of, storage_of
 from ..dynamo.writes.buffer_updates import Buffers, BufferState
 from ..dynamo.writes.written_inputs import written_storages
 from ..lazy.expressions import LazyRegion
-from ..lazy.outputs import lazy_output
+from ..lazy.outputs import lazy_output, rows_of
 from ..memory.chain_plan import ChainPlan
 from ..passes.ir import Refusal
 from ..passes.split import Region
@@ -59,7 +60,8 @@ class Cut:
 class Later:
     """An output that is computed when it is read.
 
-    region      computes the output
+    region      computes the output, or the value that it has some rows of
+    taken       these rows (None: all)
     compile     compiles the region
     recordable  records operations on the output
     returned    all outputs of the graph
@@ -67,14 +69,27 @@ class Later:
     """
 
     region: Region
+    taken: Taken | None
     compile: Callable[[], Callable]
     recordable: LazyRegion
     returned: frozenset[Node]
     freed: Callable[[internals.Engine], None]
 
-    def result(self, state: BufferState, ready: dict[Node, Callable]) -> torch.Tensor:
+    def result(
+        self, state: BufferState, ready: dict[Node, Callable], made: dict[Node, torch.Tensor]
+    ) -> torch.Tensor:
+        """Return the output. ``made`` holds the values of one call that several outputs have rows of."""
         node, inputs = self.region.outputs[0], tuple(n for n in self.region.inputs if n.op != "get_attr")
         given = tuple(state.read(n) for n in inputs)
+        sizes = Sizes(dict(zip(inputs, given)), fake_of)
+        if node not in made:
+            made[node] = self.whole(node, given, sizes, ready)
+        if self.taken is None:
+            return made[node]
+        return rows_of(made[node], self.taken.dim, sizes(self.taken.start), sizes(self.taken.stop))
+
+    def whole(self, node: Node, given: tuple, sizes: Sizes, ready: dict[Node, Callable]) -> torch.Tensor:
+        inputs = [n for n in self.region.inputs if n.op != "get_attr"]
 
         def compute() -> torch.Tensor:
             if node not in ready:
@@ -85,7 +100,6 @@ class Later:
         for engine in filter(None, engines):
             self.freed(engine)
             return compute()
-        sizes = Sizes(dict(zip(inputs, given)), fake_of)
         shape = tuple(sizes(s) for s in fake_of(node).shape)
         exposed = [n.op == "placeholder" or n in self.returned for n in inputs]
         return lazy_output(self.recordable, given, exposed, compute, shape, fake_of(node))
@@ -156,13 +170,18 @@ def run_region(
     state.write(region, results[len(region.outputs) :])
 
 
-def result_of(
-    output: object, state: BufferState, later: Mapping[Node, Later], ready: dict[Node, Callable]
-) -> object:
-    """Return the chain's result for one output of its graph."""
-    if not isinstance(output, Node):
-        return output
-    return later[output].result(state, ready) if output in later else state.returned(output)
+def results_of(
+    outputs: Sequence[object], state: BufferState, later: Mapping[Node, Later], ready: dict[Node, Callable]
+) -> tuple:
+    """Return the chain's results for the outputs of its graph."""
+    made: dict[Node, torch.Tensor] = {}
+
+    def result(output: object) -> object:
+        if not isinstance(output, Node):
+            return output
+        return later[output].result(state, ready, made) if output in later else state.returned(output)
+
+    return tuple(map(result, outputs))
 
 
 def prepare_weights(cut: Cut, values: dict[Node, object]) -> None:
@@ -238,6 +257,6 @@ def linked(
                     run_region(run, region, values, state, recipes, waiting.leave(index, region, values))
             for node in gone:
                 values.pop(node, None)
-        return tuple(result_of(o, state, later, ready) for o in outputs)
+        return results_of(outputs, state, later, ready)
 
     return call

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch.fx import Graph, Node
 
-from ...passes.ir import arguments, hint, is_equal
+from ...passes.ir import Size, arguments, hint, is_equal
 from ...passes.rules.forward import cuts_into_pieces, slice_of
 from ..reading.values import fake_of
 
@@ -99,6 +99,50 @@ def bounds(cuts: Cuts, i: int, rows: int) -> tuple[int, int]:
         size = (rows + cuts - 1) // cuts
         return i * size, rows if i == cuts - 1 else (i + 1) * size
     return cuts[i - 1] if i else 0, rows if i == len(cuts) - 1 else cuts[i]
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Rows ``start`` to before ``stop`` of a dimension of a value."""
+
+    base: Node
+    dim: int
+    start: Size
+    stop: Size
+
+
+def cut_among(nodes: Iterable[Node]) -> dict[Node, Taken]:
+    """Find nodes that are together all rows of a value, each some of them."""
+    found: dict[tuple[Node, int], dict[Node, Taken]] = {}
+    for node in nodes:
+        part = taken(node)
+        if part is not None:
+            found.setdefault((part.base, part.dim), {})[node] = part
+    pieces = {}
+    for (base, dim), parts in found.items():
+        in_order = sorted(parts.values(), key=lambda part: hint(part.start))
+        ends = [0, *(part.stop for part in in_order)]
+        starts = [*(part.start for part in in_order), fake_of(base).shape[dim]]
+        if len(parts) > 1 and all(map(is_equal, ends, starts)):
+            pieces.update(parts)
+    return pieces
+
+
+def taken(node: Node) -> Taken | None:
+    """Match consecutive rows of a value: ``x[:, a:b]`` or ``x.narrow(1, a, n)``, at any sizes."""
+    base = node.args[0] if node.args else None
+    if not isinstance(base, Node) or not isinstance(fake_of(base), torch.Tensor):
+        return None
+    rank = fake_of(base).dim()
+    if node.target is torch.ops.aten.narrow.default:
+        dim, start, length = (fake_of(a) if isinstance(a, Node) else a for a in node.args[1:])
+        return Taken(base, dim % rank, start, start + length)
+    part = slice_of(node, rank)
+    if part is None or part.lost:
+        return None
+    rows = fake_of(base).shape[part.dim]
+    start, stop = (fake_of(a) if isinstance(a, Node) else a for a in (part.start, part.stop))
+    return Taken(base, part.dim, start, rows if stop is None else stop) if hint(start) >= 0 else None
 
 
 def bounds_of_slice(node: Node) -> tuple[int, int, int | None] | None:

@@ -10,6 +10,8 @@ applied to its part of the result.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -50,6 +52,7 @@ from .tiles import (
 def merge_unrolled(module: GraphModule) -> GraphModule:
     """Apply operations on all pieces of a value to the value itself, where they are alike row by row. It is
     done only where a product is among them."""
+    add_up_parts(module.graph)
     tried: set[Cuts] = set()
     while True:
         found = [t for t in tilings(module.graph) if t.cuts not in tried]
@@ -59,6 +62,38 @@ def merge_unrolled(module: GraphModule) -> GraphModule:
         tried.add(found[0].cuts)
         if any(map(rows_have_features, group)) and merge(module, group):
             tried.clear()  # pieces of pieces: those may be alike now
+
+
+def add_up_parts(graph: Graph) -> None:
+    """Write the sum or the mean of a concatenation as that of its parts, so that each is read where it is
+    made: ``torch.cat(losses).sum()`` is a loss in pieces, too."""
+    for node in [n for n in graph.nodes if part_of(n) is Part.JOIN]:
+        parts = list(node.args[0])
+        alike = len({fake_of(p).dtype for p in (*parts, node)}) == 1
+        if alike and all(part_of(u) in OF_PARTS and is_alone(u) for u in node.users):
+            for reader in list(node.users):
+                with graph.inserting_before(reader):
+                    reader.replace_all_uses_with(inserted(reader, OF_PARTS[part_of(reader)], tuple(parts)))
+                graph.erase_node(reader)
+            graph.erase_node(node)
+
+
+def total_of(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Add up all numbers of some values. Half precision is added up in float32, as torch does."""
+    wide = [p.float() if p.dtype in (torch.float16, torch.bfloat16) else p for p in parts]
+    return functools.reduce(operator.add, [p.sum() for p in wide])
+
+
+def sum_of_parts(*parts: torch.Tensor) -> torch.Tensor:
+    total = total_of(parts)
+    return total.to(parts[0].dtype) if parts[0].dtype.is_floating_point else total
+
+
+def mean_of_parts(*parts: torch.Tensor) -> torch.Tensor:
+    return (total_of(parts) / sum(p.numel() for p in parts)).to(parts[0].dtype)
+
+
+OF_PARTS = {Part.TOTAL: sum_of_parts, Part.MEAN: mean_of_parts}
 
 
 class Pieces:
@@ -182,12 +217,17 @@ def cut_from(reader: Node, node: Node, part: tuple) -> None:
     """Let the reader of a piece read that part of the whole. A reader that adds up the piece becomes the
     sum of those rows."""
     with reader.graph.inserting_before(reader):
-        reduced = REDUCED.get(part_of(reader)) if len(reader.args) == 1 and not reader.kwargs else None
+        reduced = REDUCED.get(part_of(reader)) if is_alone(reader) else None
         if reduced is not None:
             reader.replace_all_uses_with(inserted(reader, reduced, part, as_written=True))
             reader.graph.erase_node(reader)
         else:
             reader.replace_input_with(node, inserted(node, rows_of_piece, part, as_written=True))
+
+
+def is_alone(reader: Node) -> bool:
+    """Does a node have one argument, as a sum over all dimensions?"""
+    return len(reader.args) == 1 and not reader.kwargs
 
 
 REDUCED = {Part.TOTAL: sum_of_piece, Part.MEAN: mean_of_piece}
