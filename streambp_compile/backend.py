@@ -35,8 +35,8 @@ from .dynamo.blocks.receptive_fields import write_receptive_fields
 from .dynamo.blocks.strided_reads import write_strided_reads
 from .dynamo.blocks.windows import cut_rows_first, write_windows
 from .dynamo.loops.associative_scans import scan_in_blocks
-from .dynamo.loops.unrolled_loops import distribute_loops
 from .dynamo.loops.tiles import cut_among
+from .dynamo.loops.unrolled_loops import distribute_loops
 from .dynamo.loops.unrolled_losses import merge_unrolled
 from .dynamo.reading.aten import to_aten
 from .dynamo.reading.graph_inputs import attributes_as_inputs, fakes_of, meshes_as_attributes, with_attributes

@@ -36,7 +36,7 @@ def blocks_of(text: str) -> dict[str, list[str]]:
 BLOCKS = blocks_of(PAGE.read_text(encoding="utf-8"))
 DDP, SHARDED, ZERO = "DistributedDataParallel", "FSDP2", "DeepSpeed"
 PARALLEL, TRAINER = "Tensor, context and pipeline parallel", "Hugging Face Trainer and Accelerate"
-AXOLOTL = "axolotl"
+AXOLOTL, FACTORY = "axolotl", "LLaMA-Factory"
 OF_PACKAGES = {
     "TRL": "trl",
     "PEFT": "peft",
@@ -62,7 +62,8 @@ def streams(step: Callable[[], object]) -> bool:
 
 
 def test_every_section_is_known():
-    assert {t for t, found in BLOCKS.items() if found} == {"", DDP, SHARDED, PARALLEL, AXOLOTL, *OF_PACKAGES}
+    own = {"", DDP, SHARDED, PARALLEL, AXOLOTL, FACTORY}
+    assert {t for t, found in BLOCKS.items() if found} == own.union(OF_PACKAGES)
 
 
 def in_short() -> bool:
@@ -78,6 +79,12 @@ def a_plugin() -> bool:
     plugin = ran(AXOLOTL, 0)["StreamBP"]()
     plugin.post_trainer_create({}, types.SimpleNamespace(model=model))
     del sys.modules["axolotl.integrations.base"]
+    return streams(lambda: model(ids).backward())
+
+
+def a_callback() -> bool:
+    model, ids = decoder.decoder(), decoder.ids_of(LENGTH)
+    ran(FACTORY, 0)["StreamBP"]().on_train_begin(None, None, None, model=model)
     return streams(lambda: model(ids).backward())
 
 
@@ -135,7 +142,14 @@ class WithLoss(torch.nn.Module):
 
 @pytest.mark.parametrize(
     "recipe",
-    [in_short, a_plugin, pytest.param(head_and_loss, marks=pytest.mark.slow), compiled_head, split_layers],
+    [
+        in_short,
+        a_plugin,
+        a_callback,
+        pytest.param(head_and_loss, marks=pytest.mark.slow),
+        compiled_head,
+        split_layers,
+    ],
 )
 def test_recipes_of_one_process(recipe, interpreted):
     assert recipe()

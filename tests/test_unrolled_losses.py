@@ -149,7 +149,8 @@ def what_is_merged(monkeypatch) -> list[dict]:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "loss", representatives(ROLLED, {chunked, under_checkpointing, means, joined, log_probabilities, two_heads})
+    "loss",
+    representatives(ROLLED, {chunked, under_checkpointing, means, joined, log_probabilities, two_heads}),
 )
 def test_pieces_stream_as_one(loss, interpreted, monkeypatch):
     """All of it: a region that is compiled whole warns, and a warning is an error here."""
@@ -173,7 +174,9 @@ def by_sixteen(head, h, y):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("loss", representatives((chunked, means, joined, log_probabilities, by_sixteen), {chunked, joined}))
+@pytest.mark.parametrize(
+    "loss", representatives((chunked, means, joined, log_probabilities, by_sixteen), {chunked, joined})
+)
 def test_lengths_share_a_graph(loss, interpreted):
     """Four chunks of any length are one graph; pieces of sixteen rows are as many as there are."""
     model = Model(loss).double()

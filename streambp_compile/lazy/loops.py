@@ -101,17 +101,14 @@ def span(part: Expression) -> Span | None:
 
 
 def joined(op: Op) -> Expression | None:
-    """Merge a ``stack`` or ``cat`` of pieces along the first dimension to one expression over the whole, and
-    a ``cat`` of all rows of logits to the logits. None if it is no such call."""
+    """Merge a ``stack`` or ``cat`` of pieces to one expression over the whole. None if it is no such call.
+    Along the first dimension, pieces of a loop are merged; along others, rows of logits."""
     kind, given = part_of(op), arguments(op)
-    parts = op.args[0]
-    rows = [rows_along(part) for part in parts]
-    if kind is Part.JOIN and None not in rows and len({(base, dim) for base, dim, *_ in rows}) == 1:
-        base, dim, *_ = rows[0]
-        if given["dim"] % base.fake.dim() == dim and [r[2] for r in rows] == sorted(r[2] for r in rows):
-            return base if covers([r[2:] for r in rows], base.fake.shape[dim]) else None
+    if kind is Part.JOIN and (logits := joined_logits(op)) is not None:
+        return logits
     if kind not in (Part.STACK, Part.JOIN) or given["dim"] != 0:
         return None
+    parts = op.args[0]
     try:
         found = Whole(parts)
         whole, lost = found.result(), found.lost
@@ -122,6 +119,17 @@ def joined(op: Op) -> Expression | None:
         return whole if kind is Part.STACK else flattened(whole)
     rows = (sum(s[0] for s in shapes if s), *shapes[0][1:])
     return whole if not lost and kind is Part.JOIN and whole.fake.shape == rows else None
+
+
+def joined_logits(op: Op) -> Expression | None:
+    """Return the logits whose rows a ``cat`` joins again, all of them and in their order."""
+    rows = [rows_along(part) for part in op.args[0]]
+    if None in rows or len({(base, dim) for base, dim, *_ in rows}) > 1:
+        return None
+    base, dim, *_ = rows[0]
+    starts = [start for *_, start, _ in rows]
+    fits = arguments(op)["dim"] % base.fake.dim() == dim and starts == sorted(starts)
+    return base if fits and covers([r[2:] for r in rows], base.fake.shape[dim]) else None
 
 
 def flattened(result: Expression) -> Expression | None:

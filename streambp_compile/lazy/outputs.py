@@ -345,8 +345,7 @@ def record(function: Callable, args: tuple, kwargs: dict) -> object:
     view = whole is None and shares_memory(results[0], given[0])  # a joined value is a copy
     width = max(map(widest, results))
     small = all(NARROW * r.fake.numel() <= width for r in results)
-    waits = is_joining(result) and whole is None and reads_all_pieces(results[0])  # for a sum of them, mostly
-    if small and not piece and not view and not waits:
+    if small and not (piece or view or whole is None and joins_pieces(result)):
         values = streamed(results)
     else:
         keep(foreign, width)
@@ -356,6 +355,11 @@ def record(function: Callable, args: tuple, kwargs: dict) -> object:
 
 def is_joining(result: object) -> bool:
     return isinstance(result, Op) and part_of(result) in (Part.STACK, Part.JOIN)
+
+
+def joins_pieces(result: object) -> bool:
+    """Does a result join all pieces of logits? It waits for what reads it: mostly a sum, in any order."""
+    return is_joining(result) and reads_all_pieces(result)
 
 
 def by_number(index: object) -> object:

@@ -16,7 +16,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from .. import internals
-from ..dynamo.loops.tiles import Taken
+from ..dynamo.loops.tiles import RowInterval
 from ..dynamo.reading.token_axes import Axis
 from ..dynamo.reading.values import fake_of, storage_of
 from ..dynamo.writes.buffer_updates import Buffers, BufferState
@@ -69,7 +69,7 @@ class Later:
     """
 
     region: Region
-    taken: Taken | None
+    taken: RowInterval | None
     compile: Callable[[], Callable]
     recordable: LazyRegion
     returned: frozenset[Node]

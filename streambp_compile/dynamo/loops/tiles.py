@@ -102,7 +102,7 @@ def bounds(cuts: Cuts, i: int, rows: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class Taken:
+class RowInterval:
     """Rows ``start`` to before ``stop`` of a dimension of a value."""
 
     base: Node
@@ -111,9 +111,9 @@ class Taken:
     stop: Size
 
 
-def cut_among(nodes: Iterable[Node]) -> dict[Node, Taken]:
+def cut_among(nodes: Iterable[Node]) -> dict[Node, RowInterval]:
     """Find nodes that are together all rows of a value, each some of them."""
-    found: dict[tuple[Node, int], dict[Node, Taken]] = {}
+    found: dict[tuple[Node, int], dict[Node, RowInterval]] = {}
     for node in nodes:
         part = taken(node)
         if part is not None:
@@ -128,7 +128,7 @@ def cut_among(nodes: Iterable[Node]) -> dict[Node, Taken]:
     return pieces
 
 
-def taken(node: Node) -> Taken | None:
+def taken(node: Node) -> RowInterval | None:
     """Match consecutive rows of a value: ``x[:, a:b]`` or ``x.narrow(1, a, n)``, at any sizes."""
     base = node.args[0] if node.args else None
     if not isinstance(base, Node) or not isinstance(fake_of(base), torch.Tensor):
@@ -136,13 +136,13 @@ def taken(node: Node) -> Taken | None:
     rank = fake_of(base).dim()
     if node.target is torch.ops.aten.narrow.default:
         dim, start, length = (fake_of(a) if isinstance(a, Node) else a for a in node.args[1:])
-        return Taken(base, dim % rank, start, start + length)
+        return RowInterval(base, dim % rank, start, start + length)
     part = slice_of(node, rank)
     if part is None or part.lost:
         return None
     rows = fake_of(base).shape[part.dim]
     start, stop = (fake_of(a) if isinstance(a, Node) else a for a in (part.start, part.stop))
-    return Taken(base, part.dim, start, rows if stop is None else stop) if hint(start) >= 0 else None
+    return RowInterval(base, part.dim, start, rows if stop is None else stop) if hint(start) >= 0 else None
 
 
 def bounds_of_slice(node: Node) -> tuple[int, int, int | None] | None:

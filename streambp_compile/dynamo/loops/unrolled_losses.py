@@ -65,8 +65,8 @@ def merge_unrolled(module: GraphModule) -> GraphModule:
 
 
 def add_up_parts(graph: Graph) -> None:
-    """Write the sum or the mean of a concatenation as that of its parts, so that each is read where it is
-    made: ``torch.cat(losses).sum()`` is a loss in pieces, too."""
+    """Write the sum or the mean of a concatenation as that of its parts. ``torch.cat(losses).sum()`` then is
+    a loss in pieces."""
     for node in [n for n in graph.nodes if part_of(n) is Part.JOIN]:
         parts = list(node.args[0])
         alike = len({fake_of(p).dtype for p in (*parts, node)}) == 1
