@@ -197,7 +197,7 @@ class Reader:
         """Build the fact of a value whose row 0 is of token ``low``. Raises `CannotStream` if its rows are
         not T plus a constant."""
         rows, excess, rest = mark.located(size, self.length)
-        if isinstance(rest, torch.SymInt) and not is_equal(rest, 0) and not is_now(size, rest):
+        if isinstance(rest, torch.SymInt) and not is_equal(rest, 0) and not is_now(size, rest, rows.block):
             raise refuse(
                 node,
                 f"This value has {size} rows, which is not the number of tokens plus a constant",
@@ -444,7 +444,9 @@ class Reader:
 NO_KEYS: Label = object()  # in place of the label of keys, where a value has none
 
 
-def is_now(size: Size, difference: torch.SymInt) -> bool:
+def is_now(size: Size, difference: torch.SymInt, block: int) -> bool:
     """Is a difference zero at the current lengths (``n - max(0, n - T) - T``)? Dynamo then guards on it. The
-    answer is no for a size that is a plain number."""
-    return isinstance(size, torch.SymInt) and not size.node.expr.is_number and bool(difference == 0)
+    answer is no for a plain number of tokens. A number of blocks is plain where a loop over them is unrolled:
+    Dynamo guards on it anyway."""
+    plain = not isinstance(size, torch.SymInt) or size.node.expr.is_number
+    return (block > 1 or not plain) and bool(difference == 0)
