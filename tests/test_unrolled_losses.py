@@ -320,3 +320,15 @@ def test_hooks_of_pieces_see_pieces(interpreted, monkeypatch):
         worst_error(gradients(model, lambda: streamed(ids, ids)), gradients(model, lambda: model(ids, ids)))
         < EXACT
     )
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "joined", [lambda x: torch.cat(x.split(16, 1), 1).sum(), lambda x: torch.cat(tensors=[x, x + 1]).mean()]
+)
+def test_sums_of_joined_values(joined, interpreted):
+    """The values may be the result of one call, and given by name."""
+    model, ids = Model(lambda head, h, y: joined(head(h).logsumexp(-1))).double(), ids_of(2, LENGTH)
+    streamed = step(model)
+    truth = gradients(model, lambda: model(ids, ids))
+    assert worst_error(gradients(model, lambda: streamed(ids, ids)), truth) < EXACT

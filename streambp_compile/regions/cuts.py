@@ -66,7 +66,8 @@ def handed(inputs: Iterable[Node]) -> Iterator[object]:
 
 
 def traits_of(graph: Graph, axis: Axis | None) -> dict[Node, Traits]:
-    found, pieces = {}, cut_among(graph.output_node().all_input_nodes)
+    pieces = cut_among(n for n in graph.output_node().all_input_nodes if len(n.users) == 1)
+    found = {}
     for node in graph.nodes:
         fake = fake_of(node)
         tensor = isinstance(fake, torch.Tensor)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
+from ... import internals
 from ...passes.ir import Size, arguments, hint, is_equal
 from ...passes.rules.forward import cuts_into_pieces, slice_of
 from ..reading.values import fake_of
@@ -116,10 +117,12 @@ def cut_among(nodes: Iterable[Node]) -> dict[Node, RowInterval]:
     found: dict[tuple[Node, int], dict[Node, RowInterval]] = {}
     for node in nodes:
         part = taken(node)
-        if part is not None:
+        if part is not None and not any(map(internals.is_unbacked, (part.start, part.stop))):
             found.setdefault((part.base, part.dim), {})[node] = part
     pieces = {}
     for (base, dim), parts in found.items():
+        if any(hint(part.start) < 0 for part in parts.values()):
+            continue
         in_order = sorted(parts.values(), key=lambda part: hint(part.start))
         ends = [0, *(part.stop for part in in_order)]
         starts = [*(part.start for part in in_order), fake_of(base).shape[dim]]
@@ -142,7 +145,7 @@ def taken(node: Node) -> RowInterval | None:
         return None
     rows = fake_of(base).shape[part.dim]
     start, stop = (fake_of(a) if isinstance(a, Node) else a for a in (part.start, part.stop))
-    return RowInterval(base, part.dim, start, rows if stop is None else stop) if hint(start) >= 0 else None
+    return RowInterval(base, part.dim, start, rows if stop is None else stop)
 
 
 def bounds_of_slice(node: Node) -> tuple[int, int, int | None] | None:

@@ -68,7 +68,9 @@ def add_up_parts(graph: Graph) -> None:
     """Write the sum or the mean of a concatenation as that of its parts. ``torch.cat(losses).sum()`` then is
     a loss in pieces."""
     for node in [n for n in graph.nodes if part_of(n) is Part.JOIN]:
-        parts = list(node.args[0])
+        parts = arguments(node)["tensors"]
+        if not isinstance(parts, (tuple, list)):
+            continue
         alike = len({fake_of(p).dtype for p in (*parts, node)}) == 1
         if alike and all(part_of(u) in OF_PARTS and is_alone(u) for u in node.users):
             for reader in list(node.users):
