@@ -145,6 +145,20 @@ def padded(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
     return delta_rule(*whole, scale)[:, :, :length]
 
 
+def fused(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
+    """Values that are split into three before a loop, which may have three blocks (Kimi Linear). Decays of
+    pairs, which are wide, are made of others."""
+    q, k, more = torch.cat([q, k, k * 2], -1).split(q.shape[-1], -1)
+    q, k, v = (x.unflatten(2, (-1, BLOCK)) for x in (q, k + more / 10, v))
+    decay = (v.unsqueeze(-2) - v.unsqueeze(-3)).square().neg().exp()
+    state, found = torch.zeros(*q.shape[:2], q.shape[4], v.shape[4], dtype=q.dtype), torch.zeros_like(v)
+    for i in range(q.shape[2]):
+        scores = (q[:, :, i].unsqueeze(-2) * k[:, :, i].unsqueeze(-3) * decay[:, :, i]).sum(-1).tril()
+        found[:, :, i] = q[:, :, i] @ state + scores @ v[:, :, i]
+        state = state * 0.9 + k[:, :, i].mT @ v[:, :, i]
+    return found.flatten(2, 3)
+
+
 class InHeads(nn.Module):
     """``mix`` with tokens behind the heads."""
 
@@ -182,6 +196,11 @@ def check(mix, length: int, strict: bool = True, layers: int = 1) -> None:
 )
 def test_loops_stream(mix):
     check(mix, 4 * BLOCK, layers=2 if mix is delta_rule else 1)
+
+
+@pytest.mark.long
+def test_other_splits_into_as_many_are_no_blocks():
+    check(fused, 3 * BLOCK, layers=2)
 
 
 @pytest.mark.long

@@ -7,6 +7,7 @@ have to do the same, node by node.
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -122,13 +123,15 @@ Blocks = dict[int, list[Node]]
 
 def groups(found: Mapping[Sliced, Blocks]) -> Iterator[dict[Sliced, Blocks]]:
     """Yield the values that one loop may read: split into equally many blocks, and none computed from
-    another's."""
+    another's. They are the first such values, or the last: a projection of queries, keys and values that is
+    split into three is no block of a loop over three."""
     for count in sorted({len(blocks) for blocks in found.values()}, reverse=True):
-        left = {key: blocks for key, blocks in found.items() if len(blocks) == count}
-        while left:
-            group = independent(left)
-            yield group
-            left = {key: blocks for key, blocks in left.items() if key not in group}
+        for select in (independent, final):
+            left = {key: blocks for key, blocks in found.items() if len(blocks) == count}
+            while left:
+                group = select(left)
+                yield group
+                left = {key: blocks for key, blocks in left.items() if key not in group}
 
 
 def sliced_values(graph: Graph) -> dict[Sliced, Blocks]:
@@ -185,6 +188,20 @@ def independent(group: Mapping[Sliced, Blocks]) -> dict[Sliced, Blocks]:
             made.add(node)
             written.add(bases.get(mutated(node)))
     return {key: blocks for key, blocks in group.items() if key.base not in made}
+
+
+def final(group: Mapping[Sliced, Blocks]) -> dict[Sliced, Blocks]:
+    """Select the values of a group from whose blocks no others are computed."""
+    graph = next(iter(group)).base.graph
+    bases = {n: key.base for key, blocks in group.items() for same in blocks.values() for n in same}
+    needed, read = set(bases.values()), set[Node]()
+    for node in reversed(graph.nodes):
+        if node in needed or bases.get(mutated(node)) in read:
+            needed.update((node, *node.all_input_nodes))
+            read.update(node.all_input_nodes)
+    return {
+        key: blocks for key, blocks in group.items() if needed.isdisjoint(itertools.chain(*blocks.values()))
+    }
 
 
 def is_closed(loop: Loop) -> bool:
