@@ -35,7 +35,7 @@ from .dynamo.blocks.receptive_fields import write_receptive_fields
 from .dynamo.blocks.strided_reads import write_strided_reads
 from .dynamo.blocks.windows import cut_rows_first, write_windows
 from .dynamo.loops.associative_scans import scan_in_blocks
-from .dynamo.loops.tiles import cut_among
+from .dynamo.loops.tiles import taken
 from .dynamo.loops.unrolled_loops import distribute_loops
 from .dynamo.loops.unrolled_losses import merge_unrolled
 from .dynamo.reading.aten import to_aten
@@ -434,11 +434,11 @@ class Chain:
 
     def computed_later(self, cut: Cut, compiled: Callable) -> dict[Node, Later]:
         """Describe the lazy outputs: those that are computed when they are read."""
-        returned, pieces = self.returned(), cut_among(cut.lazy)
+        returned = self.returned()
         return {
             node: Later(
                 region,
-                None if region.outputs[0] is node else pieces[node],
+                None if region.outputs[0] is node else taken(node),
                 functools.partial(self.outside_tracing, compiled, region),
                 self.recordable(region, cut.views),
                 returned,

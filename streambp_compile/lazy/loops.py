@@ -33,50 +33,22 @@ def is_piece(op: Expression) -> bool:
     return part.lost and part.base.fake.shape[0] > 1
 
 
-def reads_all_pieces(result: Expression) -> bool:
-    """Does an expression read pieces of logits along their tokens, and all of them?"""
-    found: dict[tuple[Expression, int], set[tuple[int, int]]] = {}
-    for node in ordered([result]):
-        rows = rows_along(node)
-        if rows is not None:
-            base, dim, start, stop = rows
-            found.setdefault((base, dim), set()).add((start, stop))
-    return bool(found) and all(covers(rows, base.fake.shape[dim]) for (base, dim), rows in found.items())
-
-
-def rows_along(part: Expression) -> tuple[Expression, int, int, int] | None:
-    """Match rows of logits along a dimension behind the first: (logits, dimension, start, stop)."""
-    if not isinstance(part, Op) or not part.args or not isinstance(part.args[0], Source):
-        return None
-    base = part.args[0]
-    found = slice_of(part, base.fake.dim())
-    if found is None or found.lost or found.dim == 0:
-        return None
-    start, stop, _ = slice(found.start, found.stop).indices(base.fake.shape[found.dim])
-    return base, found.dim, start, stop
-
-
-def covers(rows: Iterable[tuple[int, int]], count: int) -> bool:
-    """Are intervals of rows, in order, all rows, and each row once?"""
-    in_order = sorted(rows)
-    return [0, *(stop for _, stop in in_order)] == [*(start for start, _ in in_order), count]
-
-
 @dataclass(frozen=True)
 class Span:
-    """Rows ``start`` to before ``stop`` of the first dimension of a value.
+    """Rows ``start`` to before ``stop`` of a dimension of a value.
 
     lost  it is one row, without that dimension
     """
 
     base: Expression
+    dim: int
     start: int
     stop: int
     lost: bool
 
 
 def span(part: Expression) -> Span | None:
-    """Find the value that this is a piece of, and the piece's rows; None if it is none."""
+    """Find the value that this is a piece of along its first dimension, and the rows. None if it is none."""
     if not isinstance(part, Op) or not part.args or not isinstance(part.args[0], Expression):
         return None
     over = part.args[0]
@@ -85,19 +57,47 @@ def span(part: Expression) -> Span | None:
             return None
         base, key = over.args[0], part.args[1]
         if part.fake.dim() < base.fake.dim():
-            return Span(base, key, key + 1, True)
+            return Span(base, 0, key, key + 1, True)
         start = sum(t.shape[0] for t in over.fake[:key])
-        return Span(base, start, start + over.fake[key].shape[0], False)
-    if not isinstance(over.fake, torch.Tensor) or not over.fake.dim():
+        return Span(base, 0, start, start + over.fake[key].shape[0], False)
+    found = sliced(part)
+    return found if found is not None and found.dim == 0 else None
+
+
+def sliced(part: Expression) -> Span | None:
+    """Match a slice of a value along any dimension, or one row of it."""
+    base = part.args[0] if isinstance(part, Op) and part.args else None
+    if not isinstance(base, Expression) or not isinstance(base.fake, torch.Tensor) or not base.fake.dim():
         return None
-    found = slice_of(part, over.fake.dim())
-    if found is None or found.dim != 0:
+    found = slice_of(part, base.fake.dim())
+    if found is None:
         return None
-    length = over.fake.shape[0]
+    length = base.fake.shape[found.dim]
     if found.lost:
-        return Span(over, found.start % length, found.start % length + 1, True)
+        return Span(base, found.dim, found.start % length, found.start % length + 1, True)
     start, stop, _ = slice(found.start, found.stop).indices(length)
-    return Span(over, start, stop, False)
+    return Span(base, found.dim, start, stop, False)
+
+
+def rows_of_logits(part: Expression) -> Span | None:
+    """Match rows of logits along a dimension behind the first, which logits in pieces are."""
+    found = sliced(part)
+    fits = found is not None and isinstance(found.base, Source) and found.dim > 0 and not found.lost
+    return found if fits else None
+
+
+def reads_all_pieces(result: Expression) -> bool:
+    """Does an expression read logits in pieces, and all of them?"""
+    found: dict[tuple[Expression, int], set[Span]] = {}
+    for rows in filter(None, map(rows_of_logits, ordered([result]))):
+        found.setdefault((rows.base, rows.dim), set()).add(rows)
+    return bool(found) and all(covers(spans, base.fake.shape[dim]) for (base, dim), spans in found.items())
+
+
+def covers(spans: Iterable[Span], count: int) -> bool:
+    """Are spans, in order, all rows, and each row once?"""
+    ends = sorted((s.start, s.stop) for s in spans)
+    return [0, *(stop for _, stop in ends)] == [*(start for start, _ in ends), count]
 
 
 def joined(op: Op) -> Expression | None:
@@ -123,13 +123,12 @@ def joined(op: Op) -> Expression | None:
 
 def joined_logits(op: Op) -> Expression | None:
     """Return the logits whose rows a ``cat`` joins again, all of them and in their order."""
-    rows = [rows_along(part) for part in op.args[0]]
-    if None in rows or len({(base, dim) for base, dim, *_ in rows}) > 1:
+    rows = [s for part in op.args[0] if (s := rows_of_logits(part)) is not None]
+    if len(rows) < len(op.args[0]) or len({(s.base, s.dim) for s in rows}) > 1:
         return None
-    base, dim, *_ = rows[0]
-    starts = [start for *_, start, _ in rows]
+    base, dim, starts = rows[0].base, rows[0].dim, [s.start for s in rows]
     fits = arguments(op)["dim"] % base.fake.dim() == dim and starts == sorted(starts)
-    return base if fits and covers([r[2:] for r in rows], base.fake.shape[dim]) else None
+    return base if fits and covers(rows, base.fake.shape[dim]) else None
 
 
 def flattened(result: Expression) -> Expression | None:
@@ -236,9 +235,9 @@ class Whole:
 def cut_values(spans: Mapping[Expression, Span], count: int) -> tuple[list[Expression], bool]:
     """List the values that are cut completely into ``count`` pieces. Also returns whether the pieces lose the
     dimension. Raises NotPieces if there is no such value."""
-    found: dict[tuple[Expression, bool], set[tuple[int, int]]] = {}
+    found: dict[tuple[Expression, bool], set[Span]] = {}
     for part in spans.values():
-        found.setdefault((part.base, part.lost), set()).add((part.start, part.stop))
+        found.setdefault((part.base, part.lost), set()).add(part)
     complete = []
     for (base, lost), rows in found.items():
         if len(rows) == count and covers(rows, base.fake.shape[0]):

@@ -75,21 +75,24 @@ class Later:
     returned: frozenset[Node]
     freed: Callable[[internals.Engine], None]
 
+    @property
+    def inputs(self) -> list[Node]:
+        return [n for n in self.region.inputs if n.op != "get_attr"]
+
     def result(
         self, state: BufferState, ready: dict[Node, Callable], made: dict[Node, torch.Tensor]
     ) -> torch.Tensor:
         """Return the output. ``made`` holds the values of one call that several outputs have rows of."""
-        node, inputs = self.region.outputs[0], tuple(n for n in self.region.inputs if n.op != "get_attr")
-        given = tuple(state.read(n) for n in inputs)
-        sizes = Sizes(dict(zip(inputs, given)), fake_of)
+        node, given = self.region.outputs[0], tuple(map(state.read, self.inputs))
+        sizes = Sizes(dict(zip(self.inputs, given)), fake_of)
         if node not in made:
-            made[node] = self.whole(node, given, sizes, ready)
+            made[node] = self.whole(given, sizes, ready)
         if self.taken is None:
             return made[node]
         return rows_of(made[node], self.taken.dim, sizes(self.taken.start), sizes(self.taken.stop))
 
-    def whole(self, node: Node, given: tuple, sizes: Sizes, ready: dict[Node, Callable]) -> torch.Tensor:
-        inputs = [n for n in self.region.inputs if n.op != "get_attr"]
+    def whole(self, given: tuple, sizes: Sizes, ready: dict[Node, Callable]) -> torch.Tensor:
+        node = self.region.outputs[0]
 
         def compute() -> torch.Tensor:
             if node not in ready:
@@ -101,7 +104,7 @@ class Later:
             self.freed(engine)
             return compute()
         shape = tuple(sizes(s) for s in fake_of(node).shape)
-        exposed = [n.op == "placeholder" or n in self.returned for n in inputs]
+        exposed = [n.op == "placeholder" or n in self.returned for n in self.inputs]
         return lazy_output(self.recordable, given, exposed, compute, shape, fake_of(node))
 
 

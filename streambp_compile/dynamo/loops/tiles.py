@@ -150,15 +150,12 @@ def taken(node: Node) -> RowInterval | None:
 
 def bounds_of_slice(node: Node) -> tuple[int, int, int | None] | None:
     """Match ``x[:, a:b]`` with plain numbers: return (dimension, start, stop)."""
-    base = node.args[0] if node.args else None
-    if not isinstance(base, Node) or not isinstance(fake_of(base), torch.Tensor):
+    part = taken(node)
+    if part is None:
         return None
-    part = slice_of(node, fake_of(base).dim())
-    if part is None or part.lost or (part.start == 0 and part.stop is None):
-        return None
-    start, stop = part.start, part.stop
+    start, stop = part.start, None if part.stop is fake_of(part.base).shape[part.dim] else part.stop
     numbers = type(start) is int and start >= 0 and (stop is None or type(stop) is int and stop > start)
-    return (part.dim, start, stop) if numbers else None
+    return (part.dim, start, stop) if numbers and (start, stop) != (0, None) else None
 
 
 def split_rows(whole: torch.Tensor, mark: tuple[int, int, int]) -> torch.Tensor:
