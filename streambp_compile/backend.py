@@ -53,7 +53,7 @@ from .dynamo.rows.row_selection import select_rows_first
 from .dynamo.rows.table_rows import take_table_rows_first
 from .dynamo.user_code.assertions import part_assertions, with_assertions
 from .dynamo.user_code.detached_values import detach_operands
-from .dynamo.user_code.higher_order import fold_maps, inline_wrappers
+from .dynamo.user_code.higher_order import fold_maps, has_other_transforms, inline_wrappers
 from .dynamo.user_code.python_floats import floats_as_tensors, reads_number
 from .dynamo.user_code.unknown_sizes import OfUnknownSize, part_unknown_sizes, write_counts_as_sums
 from .dynamo.writes.early_values import early_views, weight_updates
@@ -150,8 +150,8 @@ class Reporting:
 
 TRANSFORMED = Refusal(
     "torch.func",
-    "A torch.func transform (grad, vjp, jvp) in the compiled function makes the backward part of the forward",
-    "Compile the function that is transformed, or use loss.backward()",
+    "A torch.func transform (vjp, jvp) in the compiled function makes the backward part of the forward",
+    "Compile the function that is transformed, or use torch.func.grad or loss.backward()",
 )
 
 
@@ -320,7 +320,7 @@ class Chain:
 
     def chained(self) -> Callable:
         """Cut the graph into regions, compile them and link them; raise `CannotStream` if that fails."""
-        if any(map(internals.is_transform, self.given.graph.nodes)):
+        if has_other_transforms(self.given.graph):
             raise CannotStream(TRANSFORMED)
         check_parts(self.given.graph.nodes)
         with time_limit(self.config.analysis_seconds, self.hint), capturing_once():

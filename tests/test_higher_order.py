@@ -1,4 +1,5 @@
-"""``torch.vmap`` in a model: over heads, over tokens, in masks; alone, nested, and without any tokens."""
+"""``torch.vmap`` in a model: over heads, over tokens, in masks; alone, nested, and without any tokens.
+``torch.func.grad`` in a step."""
 
 import pytest
 import torch
@@ -65,3 +66,23 @@ def test_equal_layers_with_maps_are_one_region(model):
     report = explain(model, torch.randint(VOCAB, (2, 77)))
     assert [r.times for r in report.regions] == [1, 3, 1]
     assert "causal, proved" in str(report)
+
+
+def test_a_gradient_inside_of_a_step_streams(model):
+    """One inner step of a head that learns (MAML), then the loss of the adapted head. All of it streams: a
+    warning is an error here."""
+
+    def inner(table: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
+        return F.cross_entropy((rows @ table.T)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+    def adapted(ids: Tensor, others: Tensor) -> Tensor:
+        seen = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
+        rows, further = (model.layers[0](model.table(x), seen) for x in (ids, others))
+        learned = torch.func.grad(inner)(model.table.weight, rows.detach(), ids)
+        return inner(model.table.weight - 0.1 * learned, further, others)
+
+    step = torch.compile(adapted, backend="streambp", options={"chunk_size": 16})
+    for length in (77, 61):
+        batch = [torch.randint(VOCAB, (2, length)) for _ in range(2)]
+        found, wanted = gradients(model, lambda: step(*batch)), gradients(model, lambda: adapted(*batch))
+        assert worst_error(found, wanted) < EXACT

@@ -129,8 +129,43 @@ def two_heads(head, h, y):
     return -F.logsigmoid(chosen - rejected).mean()
 
 
+class ChosenLogProbabilities(torch.autograd.Function):
+    """Keeps the logits, and takes their softmax again in the backward, in pieces (as in NeMo-RL)."""
+
+    @staticmethod
+    def forward(ctx, logits, targets):
+        ctx.save_for_backward(logits, targets)
+        pieces = zip(logits.split(16, 1), targets.split(16, 1))
+        return torch.cat([a.log_softmax(-1).gather(-1, b[..., None])[..., 0] for a, b in pieces], 1)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        pieces = zip(*(value.split(16, 1) for value in (*ctx.saved_tensors, gradient)))
+        given = [(F.one_hot(b, a.shape[-1]) - a.softmax(-1)) * g[..., None] for a, b, g in pieces]
+        return torch.cat(given, 1), None
+
+
+def own_backward(head, h, y):
+    return -ChosenLogProbabilities.apply(head(h), y.clamp(0)).mean()
+
+
+def logits_in_pieces(head, h, y):
+    """The loss is in pieces, the head is not."""
+    logits = head(h)
+    pieces = zip(logits.split(16, 1), y.split(16, 1))
+    return sum(F.cross_entropy(a.flatten(0, 1), b.flatten(), reduction="sum") for a, b in pieces) / y.numel()
+
+
+def logits_by_slices(head, h, y):
+    """The last slice ends behind the last row."""
+    logits, targets = head(h)[:, :-1], y[:, 1:].clamp(0)
+    starts = range(0, logits.shape[1], 16)
+    logs = [logits[:, i : i + 16].log_softmax(-1).gather(-1, targets[:, i : i + 16, None]) for i in starts]
+    return -F.logsigmoid(torch.cat(logs, 1).sum((1, 2))).mean()
+
+
 ROLLED = (chunked, under_checkpointing, sliced, means, flat, joined, log_probabilities, distilled, squared)
-ROLLED += (two_heads,)
+ROLLED += (two_heads, own_backward, logits_in_pieces, logits_by_slices)
 
 
 def step(model: nn.Module):
@@ -150,7 +185,10 @@ def what_is_merged(monkeypatch) -> list[dict]:
 @pytest.mark.long
 @pytest.mark.parametrize(
     "loss",
-    representatives(ROLLED, {chunked, under_checkpointing, means, joined, log_probabilities, two_heads}),
+    representatives(
+        ROLLED,
+        {chunked, under_checkpointing, means, joined, log_probabilities, two_heads, own_backward},
+    ),
 )
 def test_pieces_stream_as_one(loss, interpreted, monkeypatch):
     """All of it: a region that is compiled whole warns, and a warning is an error here."""
@@ -175,7 +213,11 @@ def by_sixteen(head, h, y):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "loss", representatives((chunked, means, joined, log_probabilities, by_sixteen), {chunked, joined})
+    "loss",
+    representatives(
+        (chunked, means, joined, log_probabilities, by_sixteen, own_backward, logits_by_slices),
+        {chunked, joined, logits_by_slices},
+    ),
 )
 def test_lengths_share_a_graph(loss, interpreted):
     """Four chunks of any length are one graph; pieces of sixteen rows are as many as there are."""

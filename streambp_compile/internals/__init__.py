@@ -50,6 +50,7 @@ from .dtensors import (
 )
 from .dynamo import (
     ASSERTIONS,
+    FORBIDS_HOOKS,
     MODE_SWITCHES,
     NO_DEFECTS,
     PADDINGS,
@@ -57,9 +58,9 @@ from .dynamo import (
     GraphBreak,
     HigherOrderOperator,
     OneAtATime,
+    ask_for_gradients,
     enter_autocast,
     enter_inference,
-    enter_map,
     exit_autocast,
     exit_inference,
     forget_dynamic_sizes,
@@ -71,8 +72,7 @@ from .dynamo import (
     is_all_of,
     is_compiled_backward,
     is_hook,
-    is_transform,
-    leave_map,
+    is_other_transform,
     make_constant,
     modes_text,
     outside_of_metrics,
@@ -81,6 +81,7 @@ from .dynamo import (
     set_grad_enabled,
     symbolic_functions,
     trace_methods_of_attributes,
+    transform_step,
     without_compiled_autograd,
 )
 from .fake_tensors import (
@@ -122,6 +123,7 @@ from .structured_trace import trace_artifact
 from .value_checks import trace_value_checks_as_assertions
 
 __all__ = [
+    "FORBIDS_HOOKS",
     "ASSERTIONS",
     "BodyInputs",
     "CompiledBody",
@@ -165,7 +167,6 @@ __all__ = [
     "end_branch",
     "enter_autocast",
     "enter_inference",
-    "enter_map",
     "exit_autocast",
     "exit_inference",
     "faked",
@@ -203,7 +204,9 @@ __all__ = [
     "is_sharded",
     "is_traced_for",
     "is_traceable_wrapper_subclass",
-    "is_transform",
+    "is_other_transform",
+    "ask_for_gradients",
+    "transform_step",
     "is_uneven",
     "begin_branch",
     "break_at_picked_rows",
@@ -214,7 +217,6 @@ __all__ = [
     "is_unbacked",
     "keep_ddp_graphs_whole",
     "keep_inputs_partition",
-    "leave_map",
     "local_of",
     "log",
     "make_constant",

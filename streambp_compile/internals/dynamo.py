@@ -50,10 +50,11 @@ enter_inference, exit_inference = (
 MODE_SWITCHES = (set_grad_enabled, enter_autocast, exit_autocast, torch._C._log_api_usage_once)
 
 
-enter_map, leave_map = (
-    predispatch._vmap_increment_nesting,
-    predispatch._vmap_decrement_nesting,
-)  # Dynamo writes torch.vmap as these calls
+# Transforms of `torch.func` forbid hooks on saved tensors meanwhile. Nothing else depends on these calls.
+FORBIDS_HOOKS = (
+    torch._C._autograd._saved_tensors_hooks_disable,
+    torch._C._autograd._saved_tensors_hooks_enable,
+)
 
 
 HigherOrderOperator = torch._ops.HigherOrderOperator
@@ -207,13 +208,23 @@ def modes_text() -> str:
     return f"{torch.is_grad_enabled()} {autocast} {torch.get_default_dtype()}"
 
 
-def is_transform(node: Node) -> bool:
-    """Does a `torch.func` transform (grad, vjp, jvp) begin or end at a node of Dynamo's graph?"""
+BEGIN_TRANSFORM = (predispatch._vmap_increment_nesting, torch._C._functorch._grad_increment_nesting)
+END_TRANSFORM = (predispatch._vmap_decrement_nesting, torch._C._functorch._grad_decrement_nesting)
+
+
+ask_for_gradients = torch._functorch.eager_transforms._autograd_grad
+
+
+def transform_step(node: Node) -> int:
+    """Return 1 where ``torch.vmap`` or ``torch.func.grad`` begins at a node of Dynamo's graph, -1 where one
+    ends, and 0 elsewhere."""
+    return (node.target in BEGIN_TRANSFORM) - (node.target in END_TRANSFORM)
+
+
+def is_other_transform(node: Node) -> bool:
+    """Does a transform begin or end at a node that `transform_step` does not count (``torch.func.jvp``)?"""
     name = getattr(node.target, "__name__", "")
-    return name.endswith(("_increment_nesting", "_decrement_nesting")) and node.target not in (
-        enter_map,
-        leave_map,
-    )
+    return name.endswith(("_increment_nesting", "_decrement_nesting")) and not transform_step(node)
 
 
 def is_hook(node: Node) -> bool:

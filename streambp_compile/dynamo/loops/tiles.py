@@ -63,9 +63,9 @@ def cut_by_slices(base: Node, dim: int, parts: Mapping[int, tuple[int | None, No
     while at in parts:
         stop, node = parts[at]
         pieces.append(node)
-        ends.append(rows if stop is None or isinstance(rows, int) and stop >= rows else stop)
+        ends.append(rows if stop is None else stop)
         at = ends[-1]
-        if at is rows:
+        if stop is None:
             break
     complete = len(pieces) > 1 and is_equal(ends[-1], rows)
     return Tiling(base, dim, tuple(map(hint, ends)), tuple(pieces)) if complete else None
@@ -145,7 +145,8 @@ def taken(node: Node) -> RowInterval | None:
         return None
     rows = fake_of(base).shape[part.dim]
     start, stop = (fake_of(a) if isinstance(a, Node) else a for a in (part.start, part.stop))
-    return RowInterval(base, part.dim, start, rows if stop is None else stop)
+    ends = stop is None or hint(start) >= 0 and is_equal(fake_of(node).shape[part.dim], rows - start)
+    return RowInterval(base, part.dim, start, rows if ends else stop)
 
 
 def bounds_of_slice(node: Node) -> tuple[int, int, int | None] | None:
@@ -153,7 +154,7 @@ def bounds_of_slice(node: Node) -> tuple[int, int, int | None] | None:
     part = taken(node)
     if part is None:
         return None
-    start, stop = part.start, None if part.stop is fake_of(part.base).shape[part.dim] else part.stop
+    start, stop = part.start, None if is_equal(part.stop, fake_of(part.base).shape[part.dim]) else part.stop
     numbers = type(start) is int and start >= 0 and (stop is None or type(stop) is int and stop > start)
     return (part.dim, start, stop) if numbers and (start, stop) != (0, None) else None
 

@@ -32,7 +32,7 @@ from ...passes.rules.forward import (
     part_of,
     with_arguments,
 )
-from ..reading.aten import inserted, is_from_torch, to_aten
+from ..reading.aten import bodies_of_functions, inserted, is_from_torch, to_aten
 from ..reading.modes import is_switch
 from ..reading.row_ties import row_mark
 from ..reading.values import fake_of, storage_of
@@ -51,7 +51,10 @@ from .tiles import (
 
 def merge_unrolled(module: GraphModule) -> GraphModule:
     """Apply operations on all pieces of a value to the value itself, where they are alike row by row. It is
-    done only where a product is among them."""
+    done only where an operation on all features of a row is among them. Functions with a backward of their
+    own are searched as well."""
+    for body in bodies_of_functions(module):
+        merge_unrolled(to_aten(body))
     add_up_parts(module.graph)
     tried: set[Cuts] = set()
     while True:
@@ -309,8 +312,8 @@ def by_rows(node: Node) -> Node:
 
 def row_by_row(pieces: Pieces) -> dict[int, Mark]:
     """Find the classes that do the same to each row of any piece, and the rows' dimension in their values.
-    Empty if no product is among them, or if some product is not: pieces with more operations than these
-    (texts of a batch, one after another) stay as they are."""
+    Empty if none of them reads all features of a row, or if some product is not among them: pieces with more
+    operations than these (texts of a batch, one after another) stay as they are."""
     marks = {t.pieces[0]: Mark(t.dim) for t in pieces.group}
     found: dict[int, Mark] = {}
     for key in pieces.complete:
@@ -323,4 +326,9 @@ def row_by_row(pieces: Pieces) -> dict[int, Mark]:
             found[key] = marks[node] = mark
         elif multiplies(node) or not is_from_torch(node.target):
             return {}
-    return found if any(multiplies(pieces.classes[key][0]) for key in found) else {}
+    return found if any(is_costly(pieces.classes[key][0]) for key in found) else {}
+
+
+def is_costly(node: Node) -> bool:
+    """Does an operation read all features of a row, as products, losses and softmax do?"""
+    return multiplies(node) or part_of(node) in (Part.ALONG, Part.LOSS)

@@ -65,6 +65,13 @@ def to_aten(module: GraphModule) -> GraphModule:
     return module
 
 
+def bodies_of_functions(module: GraphModule) -> list[GraphModule]:
+    """List the forward and backward graphs of functions with a backward of their own."""
+    wrapper = torch.ops.higher_order.autograd_function_apply
+    calls = module.graph.find_nodes(op="call_function", target=wrapper)
+    return [getattr(module, part.target) for node in calls for part in node.args[:2]]
+
+
 def guard_equal_rows(node: Node) -> None:
     """Guard that an index has as many rows as the value it reads, where the two numbers agree now. ``gather``
     and ``scatter`` allow an index of fewer rows, so torch gives the two numbers a symbol each. Other

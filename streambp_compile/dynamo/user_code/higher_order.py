@@ -84,14 +84,29 @@ def gives_tensors(value: object) -> bool:
     return any(isinstance(v, torch.Tensor) for v in (value if isinstance(value, (tuple, list)) else [value]))
 
 
+def has_other_transforms(graph: Graph) -> bool:
+    """Does a graph contain a transform that `fold_maps` cannot fold? ``jvp`` computes tangents beside values,
+    and the backward of ``vjp`` runs later than its forward."""
+    depth = 0
+    for node in graph.nodes:
+        depth += internals.transform_step(node)
+        if internals.is_other_transform(node) or node.target is internals.ask_for_gradients and not depth:
+            return True
+    return False
+
+
 def fold_maps(module: GraphModule) -> GraphModule:
-    """Turn each ``torch.vmap`` into a submodule, the same one for equal maps. Its inner values have a
-    hidden dimension, so no cut may separate them."""
+    """Turn each ``torch.vmap`` and ``torch.func.grad`` into a submodule, the same one for
+    equal transforms. Its inner values have a hidden dimension, or a backward of their own, so no cut may
+    separate them."""
     known: dict[str, str] = {}
     span: list[Node] = []
     depth = 0
     for node in list(module.graph.nodes):
-        depth += (node.target is internals.enter_map) - (node.target is internals.leave_map)
+        if node.target in internals.FORBIDS_HOOKS:
+            module.graph.erase_node(node)
+            continue
+        depth += internals.transform_step(node)
         if depth or span:
             span.append(node)
         if span and not depth:
