@@ -347,10 +347,12 @@ def head_cut(
 
     Such a head ends narrower than layers do. The cut goes where the layers before were cut, at the same
     width. Among several such places, it goes to the one that makes this layer equal to the layer before
-    it, else to the last. Without a layer before, it goes to the narrowest place before the widest value,
-    if fewer than ``below`` bytes are alive there: a value that is widened inside a layer is no head.
+    it, else to the last. Without such places, it goes to the narrowest place before the widest value, if
+    fewer than ``below`` bytes are alive there, and no more than twice those of the cut before: a value that
+    is widened inside a layer is no head.
     """
     places = [i for i in range(mixer, end) if cuts and widths[i] == widths[cuts[-1]]]
+    below = min(below, 2 * widths[cuts[-1]] + 1) if cuts else below
     places = places or [
         i for i in narrowest_before_widest(body, widths, traits, mixer, end) if widths[i] < below
     ]

@@ -4,8 +4,9 @@ import contextlib
 
 import pytest
 import torch
+from models import Layer
 
-from streambp_compile import NotStreamed
+from streambp_compile import NotStreamed, explain
 from streambp_compile.passes.ir import CannotStream, Refusal
 from streambp_compile.regions import compiled_region
 
@@ -29,6 +30,22 @@ def test_a_refused_fragment_of_few_products_costs_no_warning(products, interpret
     strict = torch.compile(fragment, backend="streambp", options={"strict": True})
     with pytest.raises(Exception, match="It is refused here") if products > 1 else contextlib.nullcontext():
         assert torch.equal(strict(rows, mask), fragment(rows, mask))
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_filter_that_makes_patches_has_nothing_to_stream():
+    """Its positions are looked up, as in CLIP, so that one of its inputs has tokens."""
+    patches, places = torch.nn.Conv2d(3, 16, 4, 4), torch.nn.Embedding(64, 16)
+    layers = torch.nn.ModuleList(Layer(16, 2) for _ in range(2))
+
+    def loss(images: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        x = patches(images).flatten(2).transpose(1, 2) + places(numbers)
+        for layer in layers:
+            x = layer(x)
+        return x.square().mean()
+
+    report = explain(loss, torch.randn(2, 3, 32, 32), torch.arange(64)[None])
+    assert [r.streamed is not None or r.has_nothing_to_stream for r in report.regions] == [True] * 3
 
 
 @pytest.mark.inductor

@@ -707,6 +707,26 @@ def hardest_tokens_of_a_batch(ids, w):
 
 
 @idiom("streams")
+def codes_with_delays(ids, w):
+    """MusicGen: each codebook comes some rows after the one before, so there are more rows than tokens."""
+    length = ids.shape[1]
+    rows = torch.full((BATCH, 2, length + 2), VOCAB)
+    for k in range(2):
+        rows[:, k, k : k + length] = ids
+    given, wanted = rows[..., :-1], rows[..., 1:]
+    x = sum(w.table[given[:, k].clamp(max=VOCAB - 1)] for k in range(2))
+    logits = (x + attend(x, w)) @ w.table.t()
+    losses = 0.0
+    for k in range(2):
+        known = (wanted[:, k] < VOCAB).flatten()
+        each = F.cross_entropy(
+            logits.flatten(0, 1), wanted[:, k].flatten().clamp(max=VOCAB - 1), reduction="none"
+        )
+        losses = losses + (each * known).sum() / known.sum()
+    return losses
+
+
+@idiom("streams")
 def residual_in_place(ids, w):
     x = base(ids, w)
     y = x * 1.5

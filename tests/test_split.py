@@ -149,6 +149,23 @@ def test_one_layer_without_a_head_is_one_region():
     assert [n.name for n in region.outputs] == ["x1"]
 
 
+def test_a_mixer_as_wide_as_the_logits_shares_their_region():
+    """A pointer network adds copies of words in the text to the softmax. No logits cross a cut."""
+    write = model(head=False)
+    x = next(iter(write.graph.output_node().all_input_nodes))
+    write.graph.erase_node(write.graph.output_node())
+    words = write("words", aten.mm.default, x, write("across", aten.t.default, named(write, "table")))
+    scores = write("softmax", aten._softmax.default, words, -1, False)
+    copies = write("attend_to_words", aten.mul.Tensor, scores, scores)
+    mixed = write("mixture", aten.add.Tensor, scores, copies)
+    write.graph.output(write("loss", aten.mean.default, write("logs", aten.log.default, mixed)))
+    assert [[n.name for n in r.outputs] for r in regions(write)] == [["x1"], ["x2"], ["loss"]]
+
+
+def named(write: Written, name: str):
+    return next(n for n in write.graph.nodes if n.name == name)
+
+
 def test_a_value_with_users_in_two_regions_crosses_once():
     write = model(2)
     nodes = {n.name: n for n in write.graph.nodes}

@@ -21,9 +21,7 @@ from dataclasses import replace
 
 from torch.fx import Graph, Node
 
-from ..ir import Analysis, Direction, Kind, Program, bytes_of, refuse, tensor_operands, value_of
-from ..rules import is_zeros
-from ..rules.views import fills_with_zeros
+from ..ir import Analysis, Direction, Kind, Program, bytes_of, refuse, value_of
 from ..width import too_wide
 from . import assembly
 from .assembly import Assembly
@@ -128,11 +126,7 @@ def check_domains(problem: Problem, choice: FullLength) -> None:
                 else "Build masks where they are used, from positions and padding"
             )
             raise refuse(node, "A [tokens, tokens] matrix is an output of this region", remedy)
-        # Rows beyond the tokens that an operand has are none that the op fills.
-        given = [a for a in tensor_operands(node) if not is_zeros(a)]
-        filled = is_output and fills_with_zeros(node) and not any(map(problem.has_padding, given))
-        filled |= node in problem.analysis.shifted_copies
-        if problem.has_padding(node) and tensor_operands(node) and not filled:
+        if problem.has_unwritten_padding(node):
             raise refuse(
                 node,
                 "This value has more rows than there are tokens",

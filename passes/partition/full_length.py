@@ -7,6 +7,7 @@ follow a sum.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from torch.fx import Node
@@ -86,20 +87,28 @@ class Search:
             self.take(node)
         elif self.is_padded_output(node):
             self.take(node)
+        elif self.problem.has_unwritten_padding(node):
+            self.take_if_early(node)
         for edge in self.problem.edges(node):
             beyond = edge.role in (Role.KEYS, Role.HALO)
             if beyond and edge.operand in self.early and edge.operand not in self.problem.inputs:
                 self.take(edge.operand)
 
-    def take(self, node: Node) -> None:
+    def take_if_early(self, node: Node) -> None:
+        """Put a node that no sweep can write at full length, if no wide value is computed for it."""
+        if node in self.problem.early_if_they_must:
+            self.take(node, self.problem.early_if_they_must)
+
+    def take(self, node: Node, early: Collection[Node] | None = None) -> None:
         """Put a node at full length, with its early operands. All results of an operator that has several are
         put there together."""
+        early = self.early if early is None else early
         stack = [node]
         while stack:
             node = stack.pop()
             if node not in self.found and node not in self.problem.inputs:
                 self.found.add(node)
-                stack += [a for a in node.all_input_nodes if a in self.early and self.is_computed(a)]
+                stack += [a for a in node.all_input_nodes if a in early and self.is_computed(a)]
                 stack += [u for u in node.users if is_item(u) and u in self.problem.all_needed]
 
     def followers(self, node: Node) -> set[Node]:

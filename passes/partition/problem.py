@@ -27,9 +27,11 @@ from ..ir import (
     parts_of,
     shape_of,
     sizes_of,
+    tensor_operands,
     value_of,
 )
-from ..rules import ends_along, inner_width
+from ..rules import ends_along, inner_width, is_zeros
+from ..rules.views import fills_with_zeros
 
 FEW_BYTES = 16  # per token: four numbers in float32
 NARROW = 16  # a value this many times narrower than the widest input adds little to the memory of a step
@@ -125,6 +127,15 @@ class Problem:
         fact = self.analysis.facts.get(node)
         return isinstance(fact, Tokens) and (fact.lo < 0 or fact.hi > 0)
 
+    def has_unwritten_padding(self, node: Node) -> bool:
+        """Does a node compute rows beyond the tokens that no sweep can write? Sweeps write zeros there, in
+        outputs, and shifted copies."""
+        if not self.has_padding(node) or not tensor_operands(node) or node in self.analysis.shifted_copies:
+            return False
+        # Rows beyond the tokens that an operand has are none that the op fills.
+        given = [a for a in tensor_operands(node) if not is_zeros(a)]
+        return node not in self.outputs or not fills_with_zeros(node) or any(map(self.has_padding, given))
+
     @functools.cached_property
     def hidden(self) -> dict[Node, Mark]:
         """Inputs that have rows of tokens and no columns of them, with the marks of their rows. Values that
@@ -164,10 +175,6 @@ class Problem:
         limit = max(self.small_bytes, self.widest_bytes)
         return node in self.inputs or not self.has_tokens(node) or self.is_within(node, limit)
 
-    def is_wide_inside(self, node: Node) -> bool:
-        """Does the computation inside a node take more than ``small_bytes`` per token?"""
-        return inner_width(node, hint(self.analysis.length)) > self.small_bytes
-
     def may_exist(self, node: Node) -> bool:
         """May a node's value exist at full length?"""
         return node in self.inputs or not self.has_tokens(node) or self.is_small(node)
@@ -176,13 +183,23 @@ class Problem:
     def early(self) -> frozenset[Node]:
         """Inputs, and nodes computed from them through small values alone. They may be computed before any
         sweep."""
-        early: set[Node] = set()
+        return self.computed_within(self.small_bytes)
+
+    @functools.cached_property
+    def early_if_they_must(self) -> frozenset[Node]:
+        """Inputs, and nodes computed from them through values that take no more than the widest input. They
+        are computed before any sweep if the region would otherwise run unchunked."""
+        return self.computed_within(max(self.small_bytes, self.widest_bytes))
+
+    def computed_within(self, limit: int) -> frozenset[Node]:
+        """Find what is computed from the inputs through values of at most ``limit`` bytes per token."""
+        found: set[Node] = set()
         for node in self.needed:
-            cheap = not self.has_tokens(node) or self.is_small(node) or is_view(node)
-            cheap = cheap and not self.is_wide_inside(node)
-            if node in self.inputs or cheap and all(a in early for a in node.all_input_nodes):
-                early.add(node)
-        return frozenset(early)
+            narrow = not self.has_tokens(node) or self.is_within(node, limit) or is_view(node)
+            narrow = narrow and inner_width(node, hint(self.analysis.length)) <= limit
+            if node in self.inputs or narrow and all(a in found for a in node.all_input_nodes):
+                found.add(node)
+        return frozenset(found)
 
     def scan_direction(self, node: Node) -> Direction | None:
         """Return the direction in which a scan runs over the tokens. None for a node that is no scan."""

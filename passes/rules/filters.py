@@ -16,6 +16,11 @@ aten, streambp = torch.ops.aten, torch.ops.streambp
 KERNEL = CostClass.KERNEL
 
 
+def is_convolution(node: Node) -> bool:
+    """Is a node torch's own convolution, or its gradient?"""
+    return node.target in (aten.convolution.default, aten.convolution_backward.default)
+
+
 def write_rows_around(body, edge: Edge, dim: int, own: Reach) -> Node:
     """Read an operand's rows at a reach around the chunk.
 

@@ -27,6 +27,7 @@ from ..passes.ir import (
     where_of,
 )
 from ..passes.rules import CostClass, cost_of, find_rule, is_product
+from ..passes.rules.filters import is_convolution
 from ..passes.rules.forward import mutated
 from ..passes.split import Region
 
@@ -206,14 +207,14 @@ class Candidate:
         return max([SMALLEST_BLOCK, *(bytes_of(e) for e in ends if isinstance(e, torch.Tensor))])
 
     def is_fragment(self, graph_module: GraphModule) -> bool:
-        """Is this a piece between graph breaks that takes no more memory than its inputs and outputs?
-        Inductor fuses all operations but products, and a product's result is kept: all of these are
-        counted."""
+        """Does this piece take no more memory than its inputs and outputs, as one between graph breaks, or a
+        filter that makes patches? Inductor fuses all operations but products, and a product's result is
+        kept: all of these are counted."""
         calls = [n for n in graph_module.graph.nodes if n.op == "call_function"]
         whole = [n for n in calls if cost_of(n) not in WITHOUT_MEMORY and (is_product(n) or not find_rule(n))]
         returned = {viewed(n) for n in outputs_of(graph_module) if isinstance(n, Node)}
         kept = sum(bytes_of(value_of(n)) for n in whole if is_tensor(n) and n not in returned)
-        known = all(map(find_rule, whole))
+        known = all(find_rule(n) or is_convolution(n) for n in whole)
         return known and kept <= self.widest_end() and self.costs_nothing(graph_module)
 
     def whole_cost(self, graph_module: GraphModule) -> int:

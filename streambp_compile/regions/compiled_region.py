@@ -19,7 +19,7 @@ from ..dynamo.blocks.blocks import write_out
 from ..dynamo.reading.mixing import made_of_weights
 from ..dynamo.reading.processes import routed, spans_processes
 from ..dynamo.reading.token_axes import Axis
-from ..dynamo.reading.values import fake_of
+from ..dynamo.reading.values import fake_of, is_parameter
 from ..dynamo.writes.written_inputs import written_buffers, written_storages
 from ..passes.ir import (
     Body,
@@ -256,8 +256,16 @@ class CompiledRegion:
         source = sources.get(placeholder)
         return source is not None and viewed(source).op == "placeholder"
 
-    def input_marks(self) -> dict[int, tuple[Mark, ...]]:
-        return {i: self.axis.marks[n] for i, (_, n) in enumerate(self.flat) if n in self.axis.marks}
+    def input_marks(self, tangent_of: Sequence[int]) -> dict[int, tuple[Mark, ...]]:
+        """Map inputs of the joint graph to their token marks. Where the region makes its tokens itself, the
+        tangents have the marks of its outputs.
+
+        tangent_of  for each tangent, the output that it is the gradient of
+        """
+        marks, nodes = self.axis.marks, [n for _, n in self.flat]
+        if not any(n in marks and not is_parameter(fake_of(n)) for n in nodes if n is not None):
+            nodes += [self.region.outputs[i] for i in tangent_of]
+        return {i: marks[n] for i, n in enumerate(nodes) if n in marks}
 
     def checkable(self) -> list[int]:
         """List the positions of inputs that may be masks: no parameters, and no gradients required."""
@@ -340,7 +348,7 @@ class CompiledRegion:
             Ends(forward_outputs, tangent_of if tangents else ()),
             JointInputs(
                 self.candidate.length(),
-                self.input_marks(),
+                self.input_marks([i - before for i in tangent_of] if tangents else ()),
                 self.checkable(),
                 [i for i, (_, n) in enumerate(self.flat) if n is not None and n.op != "placeholder"],
                 self.ranges,

@@ -34,7 +34,7 @@ class JointInputs:
     """Properties of the inputs of a region's joint graph, by their positions.
 
     length     the number of tokens
-    marks      the token marks of an input
+    marks      the token marks of an input, tangents included
     checkable  inputs that may be masks; the caller checks the result's conditions on them
     movable    inputs that a caller may hand over, so that gradients are written over them
     ranges     an input for ranges of keys, which attention may read in place of masks; None: there is none
@@ -96,7 +96,8 @@ def analyzed(region: Joint, inputs: JointInputs) -> tuple[Joint, Analysis]:
     """Rewrite reductions over tokens for chunks, and derive the facts of the whole joint graph. The tokens of
     the inputs determine those of the tangents. Where collectives gather or scatter as many rows as there
     are tokens, these rows are tokens as well, unless the value is known to have its tokens elsewhere."""
-    marks, length = {region.primals[i]: m for i, m in inputs.marks.items()}, inputs.length
+    nodes = (*region.primals, *region.tangents)
+    marks, length = {nodes[i]: m for i, m in inputs.marks.items()}, inputs.length
     known = Signatures(region.graph)
     propagation = TokenPropagation(region.graph, marks, known)
     for node, dim in ends_along(region.graph):
