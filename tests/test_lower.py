@@ -1,6 +1,7 @@
 """Chunk bodies against the whole: every op that has a rule, streamed alone along every dimension it has."""
 
 import operator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -113,6 +114,27 @@ def test_a_body_names_its_kernel_and_says_why():
         query.meta["val"] = torch.empty(2, 1, 5, 8, dtype=torch.bfloat16, device="cuda")
     assert kernel_for(attention, Target("cuda", (9, 0))).kernel.name == "cudnn"
     assert kernel_for(attention, Target("cpu")).kernel.name == "composed"
+
+
+def test_results_that_exchange_memory_are_copied_first():
+    """Each result is the rows of a gradient, which the other one is stored over."""
+    write = Written()
+    x, y = write.given("x", torch.randn(2, 5, 8)), write.given("y", torch.randn(2, 5, 8))
+    zeros = write("zeros", aten.full.default, [2, 5, 8], 0.0)
+    first, second = (
+        write(f"rows_of_{given}", aten.slice_scatter.default, zeros, given, 1, 0, 5) for given in (y, x)
+    )
+    write.graph.output((first, second))
+    analysis = analyze(write.graph, 5, {x: (Mark(1),), y: (Mark(1),)}, ())
+    found = partition(write.graph, analysis, (first, second), movable=(x, y))
+    (sweep,) = found.sweeps
+    assert {source for _, source in sweep.in_place} == {x, y}
+    exchanged = replace(found, sweeps=(replace(sweep, in_place=((first, x), (second, y))),))
+    (body,) = lower(exchanged, analysis, plan(exchanged, analysis))
+    memory = {n: n.meta["val"].clone() for n in (x, y)}
+    counts = {"rows": 5, "length": 5, "offset": 0}
+    body.graph(*(counts[b.name] if b.source is None else memory[b.source] for b in body.bindings))
+    assert torch.equal(memory[x], y.meta["val"]) and torch.equal(memory[y], x.meta["val"])
 
 
 def test_attention_that_runs_whole_gets_a_kernel_too():

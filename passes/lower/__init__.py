@@ -8,6 +8,8 @@ every sequence length.
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -52,12 +54,38 @@ def body_of(sweep: Sweep, analysis: Analysis, plan: Plan) -> Body:
         last = next(iter(reversed(draft.graph.nodes)))
         Writer(draft, node).write()
         note_origin(draft.graph, last, node)
-    for node in sweep.writes:
-        if node not in sweep.appended:
-            last = next(iter(reversed(draft.graph.nodes)))
-            Writer(draft, node).store()
-            note_origin(draft.graph, last, node)
+    stored = [n for n in sweep.writes if n not in sweep.appended]
+    copy_what_is_overwritten(draft, stored)
+    for node in stored:
+        last = next(iter(reversed(draft.graph.nodes)))
+        Writer(draft, node).store()
+        note_origin(draft.graph, last, node)
     return draft.body(draft.used)
+
+
+def copy_what_is_overwritten(draft: Draft, stored: Sequence[Node]) -> None:
+    """Copy results that are rows of a value whose memory results take over. Results are stored one after
+    another, so another one may be stored there first.
+
+    stored  the results, in the order in which they are stored
+    """
+    over = dict(draft.sweep.in_place)
+    sources = {given: binding.source for binding, given in draft.bindings.values()}
+    for node in stored:
+        value = draft.values[node]
+        memory = memory_of(value)
+        source = sources.get(memory)
+        stays = value is memory and source is over.get(node)
+        if source in over.values() and not stays:
+            draft.values[node] = draft.graph.call_function(torch.ops.aten.clone.default, (value,))
+            draft.values[node].meta.update(origin_metadata(node))
+
+
+def memory_of(node: Node) -> Node:
+    """Find the value whose memory a value has, through views and their items."""
+    while is_view(node) or node.target is operator.getitem:
+        node = node.all_input_nodes[0]
+    return node
 
 
 def fused_body(fusion: Fusion) -> Body:

@@ -251,7 +251,7 @@ class Assembly:
         """Let sweeps write values over others that are no longer read. The memory taken over belongs to
         incoming gradients, and to values that an earlier sweep kept."""
         returned = {o for o in self.problem.outputs if isinstance(o, Node)}
-        free = [n for n in self.problem.movable if n in self.problem.all_needed]
+        free = [n for n in self.problem.needed if n in self.problem.movable]
         found: list[Sweep] = []
         for at, sweep in enumerate(sweeps):
             over: list[tuple[Node, Node]] = []
