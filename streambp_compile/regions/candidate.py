@@ -207,9 +207,11 @@ class Candidate:
         return max([SMALLEST_BLOCK, *(bytes_of(e) for e in ends if isinstance(e, torch.Tensor))])
 
     def is_fragment(self, graph_module: GraphModule) -> bool:
-        """Does this piece take no more memory than its inputs and outputs, as one between graph breaks, or a
-        filter that makes patches? Inductor fuses all operations but products, and a product's result is
-        kept: all of these are counted."""
+        """Does this piece take no more memory than its inputs and outputs?
+
+        A piece between graph breaks may, and a filter that makes patches. Inductor fuses all operations but
+        products, and a product's result is kept: all of these are counted.
+        """
         calls = [n for n in graph_module.graph.nodes if n.op == "call_function"]
         whole = [n for n in calls if cost_of(n) not in WITHOUT_MEMORY and (is_product(n) or not find_rule(n))]
         returned = {viewed(n) for n in outputs_of(graph_module) if isinstance(n, Node)}
