@@ -263,7 +263,8 @@ class CompiledRegion:
         tangent_of  for each tangent, the output that it is the gradient of
         """
         marks, nodes = self.axis.marks, [n for _, n in self.flat]
-        if not any(n in marks and not is_parameter(fake_of(n)) for n in nodes if n is not None):
+        marked = any(n in marks and not is_parameter(fake_of(n)) for n in nodes if n is not None)
+        if not marked and not self.spans_processes:  # the outputs may be DTensors, whose parts are others
             nodes += [self.region.outputs[i] for i in tangent_of]
         return {i: marks[n] for i, n in enumerate(nodes) if n in marks}
 
