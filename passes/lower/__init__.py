@@ -64,8 +64,8 @@ def body_of(sweep: Sweep, analysis: Analysis, plan: Plan) -> Body:
 
 
 def copy_what_is_overwritten(draft: Draft, stored: Sequence[Node]) -> None:
-    """Copy results that are rows of a value whose memory results take over. Results are stored one after
-    another, so another one may be stored there first.
+    """Copy each result that is rows of a value whose memory another result takes over. Results are stored one
+    after another, so the other one may be stored there first.
 
     stored  the results, in the order in which they are stored
     """
@@ -82,9 +82,10 @@ def copy_what_is_overwritten(draft: Draft, stored: Sequence[Node]) -> None:
 
 
 def memory_of(node: Node) -> Node:
-    """Find the value whose memory a value has, through views and their items."""
-    while is_view(node) or node.target is operator.getitem:
-        node = node.all_input_nodes[0]
+    """Find the value whose memory a value has, through views and the items of views."""
+    node = viewed(node)
+    while node.target is operator.getitem:
+        node = viewed(node.all_input_nodes[0])
     return node
 
 

@@ -87,21 +87,19 @@ class Search:
             self.take(node)
         elif self.is_padded_output(node):
             self.take(node)
-        elif self.problem.has_unwritten_padding(node):
-            self.take_if_early(node)
+        elif self.problem.has_unwritten_padding(node) and node in self.problem.early_if_needed:
+            self.take(node, self.problem.early_if_needed)
         for edge in self.problem.edges(node):
             beyond = edge.role in (Role.KEYS, Role.HALO)
             if beyond and edge.operand in self.early and edge.operand not in self.problem.inputs:
                 self.take(edge.operand)
 
-    def take_if_early(self, node: Node) -> None:
-        """Put a node that no sweep can write at full length, if no wide value is computed for it."""
-        if node in self.problem.early_if_they_must:
-            self.take(node, self.problem.early_if_they_must)
-
     def take(self, node: Node, early: Collection[Node] | None = None) -> None:
         """Put a node at full length, with its early operands. All results of an operator that has several are
-        put there together."""
+        put there together.
+
+        early  the operands that are early; by default those made of small values alone
+        """
         early = self.early if early is None else early
         stack = [node]
         while stack:

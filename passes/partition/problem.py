@@ -156,6 +156,12 @@ class Problem:
         batches = [math.prod(shape_of(n)[: mark.dim]) * mark.outer for n, mark in self.hidden.items()]
         return max(FEW_BYTES * min(batches, default=1), self.widest_bytes // NARROW)
 
+    @functools.cached_property
+    def most_bytes(self) -> int:
+        """Bytes per token up to which a value may exist at full length if the region would otherwise run
+        unchunked."""
+        return max(self.small_bytes, self.widest_bytes)
+
     def is_small(self, node: Node) -> bool:
         """Does a value take few bytes per token, at any length? A value with a column per key never does."""
         return self.is_within(node, self.small_bytes)
@@ -172,8 +178,7 @@ class Problem:
     def may_meet(self, node: Node) -> bool:
         """May all rows of a value exist where an operation needs them at once? They may take as much as the
         widest input, because the region would otherwise run unchunked."""
-        limit = max(self.small_bytes, self.widest_bytes)
-        return node in self.inputs or not self.has_tokens(node) or self.is_within(node, limit)
+        return node in self.inputs or not self.has_tokens(node) or self.is_within(node, self.most_bytes)
 
     def may_exist(self, node: Node) -> bool:
         """May a node's value exist at full length?"""
@@ -186,10 +191,10 @@ class Problem:
         return self.computed_within(self.small_bytes)
 
     @functools.cached_property
-    def early_if_they_must(self) -> frozenset[Node]:
+    def early_if_needed(self) -> frozenset[Node]:
         """Inputs, and nodes computed from them through values that take no more than the widest input. They
         are computed before any sweep if the region would otherwise run unchunked."""
-        return self.computed_within(max(self.small_bytes, self.widest_bytes))
+        return self.computed_within(self.most_bytes)
 
     def computed_within(self, limit: int) -> frozenset[Node]:
         """Find what is computed from the inputs through values of at most ``limit`` bytes per token."""

@@ -123,8 +123,8 @@ from .structured_trace import trace_artifact
 from .value_checks import trace_value_checks_as_assertions
 
 __all__ = [
-    "FORBIDS_HOOKS",
     "ASSERTIONS",
+    "FORBIDS_HOOKS",
     "BodyInputs",
     "CompiledBody",
     "DisableTorchFunctionSubclass",
@@ -205,10 +205,10 @@ __all__ = [
     "is_traced_for",
     "is_traceable_wrapper_subclass",
     "is_other_transform",
-    "ask_for_gradients",
-    "transform_step",
     "is_uneven",
     "begin_branch",
+    "ask_for_gradients",
+    "transform_step",
     "break_at_picked_rows",
     "break_at_read_numbers",
     "break_where_numbers_are_read",

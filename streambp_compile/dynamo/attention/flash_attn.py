@@ -28,7 +28,7 @@ from ...passes.rules.attention import (
     FLASH_ATTN_VARLEN_FORWARD,
     kernel_only,
 )
-from ..reading.aten import inserted
+from ..reading.aten import functions_with_backward, inserted
 from ..reading.values import fake_of
 
 # A kernel's forward → its parameters, and its backward.
@@ -43,10 +43,8 @@ METHODS = {"size", "contiguous", "stride"}
 
 def flash_attn_as_attention(module: GraphModule) -> GraphModule:
     """Replace calls of flash_attn in a Dynamo graph by torch's attention, which can express them."""
-    wrapper = torch.ops.higher_order.autograd_function_apply
-    functions = module.graph.find_nodes(op="call_function", target=wrapper)
-    for node in functions:
-        forward, backward = (getattr(module, part.target) for part in node.args[:2])
+    functions = functions_with_backward(module)
+    for node, forward, backward in functions:
         call = only_call(forward, *KERNELS)
         if call is not None and only_result(node) is not None and is_plain(call, forward, backward):
             inline(node, forward, call)

@@ -32,7 +32,7 @@ from ...passes.rules.forward import (
     part_of,
     with_arguments,
 )
-from ..reading.aten import bodies_of_functions, inserted, is_from_torch, to_aten
+from ..reading.aten import functions_with_backward, inserted, is_from_torch, to_aten
 from ..reading.modes import is_switch
 from ..reading.row_ties import row_mark
 from ..reading.values import fake_of, storage_of
@@ -53,8 +53,9 @@ def merge_unrolled(module: GraphModule) -> GraphModule:
     """Apply operations on all pieces of a value to the value itself, where they are alike row by row. It is
     done only where an operation on all features of a row is among them. Functions with a backward of their
     own are searched as well."""
-    for body in bodies_of_functions(module):
-        merge_unrolled(to_aten(body))
+    for _, *graphs in functions_with_backward(module):
+        for graph in graphs:
+            merge_unrolled(to_aten(graph))
     add_up_parts(module.graph)
     tried: set[Cuts] = set()
     while True:
@@ -326,9 +327,9 @@ def row_by_row(pieces: Pieces) -> dict[int, Mark]:
             found[key] = marks[node] = mark
         elif multiplies(node) or not is_from_torch(node.target):
             return {}
-    return found if any(is_costly(pieces.classes[key][0]) for key in found) else {}
+    return found if any(reads_all_features(pieces.classes[key][0]) for key in found) else {}
 
 
-def is_costly(node: Node) -> bool:
+def reads_all_features(node: Node) -> bool:
     """Does an operation read all features of a row, as products, losses and softmax do?"""
     return multiplies(node) or part_of(node) in (Part.ALONG, Part.LOSS)

@@ -65,11 +65,11 @@ def to_aten(module: GraphModule) -> GraphModule:
     return module
 
 
-def bodies_of_functions(module: GraphModule) -> list[GraphModule]:
-    """List the forward and backward graphs of functions with a backward of their own."""
+def functions_with_backward(module: GraphModule) -> list[tuple[Node, GraphModule, GraphModule]]:
+    """List the calls of functions with a backward of their own, each with its forward and backward graph."""
     wrapper = torch.ops.higher_order.autograd_function_apply
     calls = module.graph.find_nodes(op="call_function", target=wrapper)
-    return [getattr(module, part.target) for node in calls for part in node.args[:2]]
+    return [(call, *(getattr(module, part.target) for part in call.args[:2])) for call in calls]
 
 
 def guard_equal_rows(node: Node) -> None:

@@ -96,9 +96,8 @@ def has_other_transforms(graph: Graph) -> bool:
 
 
 def fold_maps(module: GraphModule) -> GraphModule:
-    """Turn each ``torch.vmap`` and ``torch.func.grad`` into a submodule, the same one for
-    equal transforms. Its inner values have a hidden dimension, or a backward of their own, so no cut may
-    separate them."""
+    """Turn each ``torch.vmap`` and ``torch.func.grad`` into a submodule, the same one for equal transforms.
+    Its inner values have a hidden dimension, or a backward of their own, so no cut may separate them."""
     known: dict[str, str] = {}
     span: list[Node] = []
     depth = 0
